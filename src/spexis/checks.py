@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals: what Spexis will not run, each as one line that says what to do instead.
+
+`check_args` looks at the flags before vLLM resolves anything, `check_config` at the finished
+VllmConfig. Both only read. Invariant: whatever is not listed as tested in docs/compatibility.md
+is refused here, because a wrong token is worse than a refusal. No vLLM import at module top.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from spexis.config import ConfigError, SpexisConfig
+
+# The exit drafter reads the first stage's output and rebuilds the target's attention; these
+# families were run against stock vLLM token for token.
+EXIT_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MistralForCausalLM",
+)
+
+SCHEDULER = "spexis.engine.scheduler.SpexisScheduler"
+CPU_WORKER = "spexis.engine.worker.SpexisCPUWorker"
+CUDA_WORKER = "spexis.engine.worker.SpexisWorker"
+
+_FULL_ATTENTION = ("attention", "full_attention")
+
+
+def refuse(reason: str, instead: str) -> None:
+    raise ConfigError(f"spexis: {reason}; {instead}")
+
+
+def check_args(args: Any) -> None:
+    """Refuse from EngineArgs alone, before a model is looked up or downloaded."""
+    if args.scheduler_cls not in (None, SCHEDULER):
+        refuse(
+            f"scheduler_cls {_name(args.scheduler_cls)} cannot run together with Spexis, which "
+            "brings its own",
+            "remove --scheduler-cls or the spexis block",
+        )
+    if args.worker_cls not in ("auto", CPU_WORKER, CUDA_WORKER):
+        refuse(
+            f"worker_cls {_name(args.worker_cls)} cannot run together with Spexis, which brings "
+            "its own",
+            "remove --worker-cls or the spexis block",
+        )
+    if args.pipeline_parallel_size < 2:
+        refuse(
+            "pipeline_parallel_size is 1, so there is no pipeline to fill",
+            "pass --pipeline-parallel-size 2 or more, or remove the spexis block",
+        )
+    if args.speculative_config is not None:
+        refuse(
+            "vLLM's own speculative_config cannot run together with Spexis",
+            "remove --speculative-config or the spexis block",
+        )
+    if args.enable_lora:
+        refuse("LoRA is not tested", "remove --enable-lora or the spexis block")
+
+
+def check_config(config: Any, spexis: SpexisConfig) -> None:
+    """Refuse from the finished VllmConfig."""
+    _check_steps(config, spexis)
+    _check_parallel(config)
+    _check_features(config)
+    _check_model(config.model_config)
+    _check_drafter(config.model_config, spexis)
+
+
+def _check_steps(config: Any, spexis: SpexisConfig) -> None:
+    stages = config.parallel_config.pipeline_parallel_size
+    steps = spexis.steps_in_flight
+    if steps is not None and not stages <= steps <= 2 * stages:
+        refuse(
+            f"spexis.steps_in_flight is {steps} with {stages} stages",
+            f"allowed are {stages} to {2 * stages}, or null for vLLM's own choice",
+        )
+
+
+def _check_parallel(config: Any) -> None:
+    parallel = config.parallel_config
+    for field, flag in (
+        ("data_parallel_size", "--data-parallel-size"),
+        ("decode_context_parallel_size", "--decode-context-parallel-size"),
+        ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
+        ("nnodes", "--nnodes"),
+    ):
+        if getattr(parallel, field, 1) > 1:
+            refuse(
+                f"{field} {getattr(parallel, field)} is not tested",
+                f"remove {flag} or the spexis block",
+            )
+    if parallel.distributed_executor_backend != "mp":
+        refuse(
+            f"distributed_executor_backend {_name(parallel.distributed_executor_backend)} is not "
+            "tested",
+            "pass --distributed-executor-backend mp",
+        )
+
+
+def _check_features(config: Any) -> None:
+    if config.speculative_config is not None:
+        refuse(
+            f"{config.model_config.model} brings its own speculative_config",
+            "serve its verifier model, or remove the spexis block",
+        )
+    for field, what, flag in (
+        ("lora_config", "LoRA is", "--enable-lora"),
+        ("kv_transfer_config", "KV connectors are", "--kv-transfer-config or --kv-offloading-size"),
+        ("ec_transfer_config", "encoder-cache connectors are", "--ec-transfer-config"),
+        ("diffusion_config", "diffusion models are", "the diffusion options"),
+        ("watermark_config", "watermarking is", "the watermark options"),
+    ):
+        if getattr(config, field, None) is not None:
+            refuse(f"{what} not tested", f"remove {flag} or the spexis block")
+    on_cpu = config.device_config.device_type == "cpu"
+    if not on_cpu and not config.use_v2_model_runner:
+        refuse(
+            "vLLM chose its V1 model runner, and on CUDA Spexis runs on V2 only",
+            "unset VLLM_USE_V2_MODEL_RUNNER and whatever vLLM's log names as unsupported by V2",
+        )
+    if not on_cpu and not config.scheduler_config.async_scheduling:
+        refuse(
+            "async scheduling is off, so the last stage would block on every step",
+            "remove --no-async-scheduling",
+        )
+
+
+def _check_model(model: Any) -> None:
+    if model.runner_type != "generate":
+        refuse(
+            f"runner type {model.runner_type!r} generates no tokens",
+            "serve a generate model or remove the spexis block",
+        )
+    if model.is_encoder_decoder:
+        refuse(
+            f"{model.architecture} is an encoder-decoder model",
+            "serve a decoder-only model or remove the spexis block",
+        )
+    if model.is_multimodal_model:
+        refuse(
+            f"{model.architecture} is multimodal, which is not tested",
+            "pass --language-model-only if the model has it, or remove the spexis block",
+        )
+    text = model.hf_text_config
+    kinds = getattr(text, "layer_types", None) or ()
+    others = sorted(set(kinds) - {*_FULL_ATTENTION, "sliding_attention"})
+    if model.is_hybrid or model.has_inner_state or model.is_attention_free or others:
+        refuse(
+            f"{model.architecture} has recurrent or linear-attention layers, whose state cannot "
+            "take back a wrong token",
+            "serve a model with full attention or remove the spexis block",
+        )
+    window = model.get_sliding_window()
+    if window or "sliding_attention" in kinds:
+        refuse(
+            f"sliding windows ({window or 'by layer'}) are not tested",
+            "pass --disable-sliding-window if the context fits the window, or remove the spexis "
+            "block",
+        )
+
+
+def _check_drafter(model: Any, spexis: SpexisConfig) -> None:
+    drafter = spexis.drafter
+    if drafter.method == "exit" and model.architecture not in EXIT_ARCHITECTURES:
+        refuse(
+            f"the exit drafter is not tested on {model.architecture}",
+            f"tested are {', '.join(EXIT_ARCHITECTURES)}; method none runs without drafts",
+        )
+    if drafter.reference is not None and not os.path.isfile(drafter.reference):
+        refuse(
+            f"spexis.drafter.reference {drafter.reference} is not a file",
+            "write it with a reference run first, one {prompt_token_ids, token_ids} object a line",
+        )
+
+
+def _name(value: Any) -> str:
+    return value if isinstance(value, str) else getattr(value, "__qualname__", repr(value))

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `spexis` block of vLLM's `--additional-config`: strict, frozen, free of torch and vLLM.
+
+    vllm serve MODEL --pipeline-parallel-size 2 \
+        --additional-config '{"spexis": {"drafter": {"method": "exit"}}}'
+
+Invariant: `SpexisConfig.from_dict(cfg.to_dict()) == cfg`, and `to_dict()` is plain JSON with a
+stable order, because vLLM hashes `additional_config` into its compile-cache key. Whatever is not
+understood is an error of one line that names the key, the value and what is allowed: a mistyped
+option that is silently ignored would make a measurement wrong.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CONFIG_KEY = "spexis"
+
+# Keys of the drafter block, by method. Keys of other methods are refused rather than ignored.
+DRAFTER_KEYS: dict[str, tuple[str, ...]] = {
+    "exit": ("model", "draft_vocab_size"),
+    "oracle": ("reference", "acceptance", "seed"),
+    "synthetic": ("acceptance", "seed"),
+    "none": (),
+}
+
+
+class ConfigError(ValueError):
+    """A setting that Spexis refuses; the message is one line and says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterConfig:
+    """Where the first stage's guesses come from."""
+
+    method: str = "exit"
+    """"exit": trained exit head; "oracle": a reference run; "synthetic": lossy; "none": off."""
+    model: str | None = None
+    """exit: drafter folder or shipped name; null takes the shipped one made for the model."""
+    draft_vocab_size: int | None = None
+    """exit: draft only among the model's most frequent tokens; null takes the folder's size."""
+    reference: str | None = None
+    """oracle: jsonl file of {"prompt_token_ids": [...], "token_ids": [...]} rows."""
+    acceptance: float = 1.0
+    """oracle, synthetic: probability that a draft is right, 0 to 1."""
+    seed: int = 0
+    """oracle, synthetic: seed of the choice which drafts are right."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output is the target's own: everything but "synthetic"."""
+        return self.method != "synthetic"
+
+    @property
+    def speculates(self) -> bool:
+        """False for "none": every request runs at stock cadence."""
+        return self.method != "none"
+
+    @classmethod
+    def from_dict(cls, block: Any, path: str = "spexis.drafter") -> DrafterConfig:
+        block = _mapping(block, path)
+        method = block.get("method", "exit")
+        if not isinstance(method, str) or method not in DRAFTER_KEYS:
+            raise ConfigError(_bad_choice(f"{path}.method", method, tuple(DRAFTER_KEYS)))
+        allowed = ("method", *DRAFTER_KEYS[method])
+        _known_keys(block, allowed, path, f' for method "{method}"')
+        values = {key: _DRAFTER_FIELDS[key](block[key], f"{path}.{key}") for key in block}
+        if method == "oracle" and not values.get("reference"):
+            raise ConfigError(
+                f'{path}.reference is missing: method "oracle" needs the jsonl file of a reference '
+                "run, one {prompt_token_ids, token_ids} object a line"
+            )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        keys = ("method", *DRAFTER_KEYS[self.method])
+        return {key: getattr(self, key) for key in keys}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpexisConfig:
+    """Everything a user can set; `{}` is a complete, sensible configuration."""
+
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    """The guesses of the first stage."""
+    steps_in_flight: int | None = None
+    """Steps handed to the pipeline at once, N to 2N for N stages; null leaves it to vLLM."""
+    iteration_log: str | None = None
+    """Write one JSON line per scheduler step to this file."""
+    timeline_log: str | None = None
+    """Write the begin and end of each step on each stage to files with this prefix."""
+
+    @classmethod
+    def from_dict(cls, block: Any, path: str = CONFIG_KEY) -> SpexisConfig:
+        block = _mapping(block, path)
+        _known_keys(block, tuple(_FIELDS), path)
+        return cls(**{key: _FIELDS[key](block[key], f"{path}.{key}") for key in block})
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any) -> SpexisConfig | None:
+        """The block of a VllmConfig (or EngineArgs), or None when Spexis was not asked for."""
+        additional = getattr(vllm_config, "additional_config", None)
+        if not isinstance(additional, dict) or CONFIG_KEY not in additional:
+            return None
+        return cls.from_dict(additional[CONFIG_KEY])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "drafter": self.drafter.to_dict(),
+            "steps_in_flight": self.steps_in_flight,
+            "iteration_log": self.iteration_log,
+            "timeline_log": self.timeline_log,
+        }
+
+
+# -- checks of one value each: (value, path) -> value ---------------------------------------------
+
+
+def _text_or_null(value: Any, path: str) -> str | None:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise ConfigError(f"{path} is {value!r}: allowed are a non-empty string or null")
+
+
+def _whole_or_null(value: Any, path: str) -> int | None:
+    # bool is an int in Python; `true` as a number of steps is a mistake.
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise ConfigError(f"{path} is {value!r}: allowed are a whole number above 0 or null")
+
+
+def _whole(value: Any, path: str) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ConfigError(f"{path} is {value!r}: allowed is a whole number, 0 or more")
+
+
+def _share(value: Any, path: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
+        return float(value)
+    raise ConfigError(f"{path} is {value!r}: allowed is a number from 0 to 1")
+
+
+def _method(value: Any, path: str) -> str:
+    return value  # checked first, because it decides which keys are allowed
+
+
+_Check = Callable[[Any, str], Any]
+
+_DRAFTER_FIELDS: dict[str, _Check] = {
+    "method": _method,
+    "model": _text_or_null,
+    "draft_vocab_size": _whole_or_null,
+    "reference": _text_or_null,
+    "acceptance": _share,
+    "seed": _whole,
+}
+
+_FIELDS: dict[str, _Check] = {
+    "drafter": DrafterConfig.from_dict,
+    "steps_in_flight": _whole_or_null,
+    "iteration_log": _text_or_null,
+    "timeline_log": _text_or_null,
+}
+
+
+def _mapping(block: Any, path: str) -> Mapping[str, Any]:
+    if isinstance(block, Mapping):
+        return block
+    raise ConfigError(f"{path} is {block!r}: allowed is a JSON object, {{}} for the defaults")
+
+
+def _known_keys(
+    block: Mapping[str, Any], allowed: tuple[str, ...], path: str, of: str = ""
+) -> None:
+    for key in block:
+        if key not in allowed:
+            known = ", ".join(allowed)
+            hint = _did_you_mean(key, allowed)
+            raise ConfigError(
+                f"{path}.{key} = {block[key]!r} is not an option{of}{hint}: allowed are {known}"
+            )
+
+
+def _bad_choice(path: str, value: Any, allowed: tuple[str, ...]) -> str:
+    return f"{path} is {value!r}{_did_you_mean(value, allowed)}: allowed are {', '.join(allowed)}"
+
+
+def _did_you_mean(word: Any, allowed: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(str(word), allowed, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

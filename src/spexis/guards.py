@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Version and source guards: Spexis overrides private parts of vLLM, so it runs on known ones only.
+
+    check_version()              refuses an untested vLLM (SPEXIS_ALLOW_UNTESTED=1 warns instead)
+    check_sources("scheduler")   refuses when an overridden symbol is gone or takes other arguments
+
+Each process checks the symbols it uses, where they are imported anyway: the front end "frontend",
+the engine core "scheduler", the workers "runner_v1" or "runner_v2". Invariant: a version number
+alone is not trusted, since builds of one version differ; a changed signature is refused even there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import os
+
+from spexis.config import ConfigError
+
+TESTED = frozenset({"0.32.0"})
+ALLOW_ENV = "SPEXIS_ALLOW_UNTESTED"
+
+# Symbol -> its leading parameters. Overriding functions pass the rest through.
+SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
+    "frontend": {
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config": (
+            "self",
+            "usage_context",
+            "headless",
+        ),
+        "vllm.v1.metrics.loggers:StatLoggerManager.__init__": (
+            "self",
+            "vllm_config",
+            "engine_idxs",
+        ),
+        "vllm.v1.metrics.loggers:StatLoggerBase.record": (
+            "self",
+            "scheduler_stats",
+            "iteration_stats",
+            "mm_cache_stats",
+            "engine_idx",
+        ),
+    },
+    "scheduler": {
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": (
+            "self",
+            "scheduler_output",
+        ),
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
+            "self",
+            "scheduler_output",
+            "model_runner_output",
+        ),
+        "vllm.v1.core.sched.scheduler:Scheduler.make_stats": ("self", "spec_decoding_stats"),
+        "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": ("self", "request"),
+        "vllm.v1.core.sched.scheduler:Scheduler._free_request": ("self", "request"),
+        "vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data": ("self",),
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": (
+            "self",
+            "request",
+            "num_new_tokens",
+        ),
+    },
+}
+
+
+def vllm_version() -> str:
+    """The running vLLM's version without a local suffix: 0.32.0+cpu and 0.32.0 are one source."""
+    import vllm
+
+    return str(vllm.__version__).split("+", 1)[0]
+
+
+def check_version() -> None:
+    version = vllm_version()
+    if version in TESTED:
+        return
+    tested = ", ".join(sorted(TESTED))
+    if os.environ.get(ALLOW_ENV) == "1":
+        logging.getLogger("vllm.spexis").warning(
+            "Spexis was tested on vLLM %s, not on %s; going on because %s=1. Compare outputs with "
+            "stock vLLM before trusting them.",
+            tested,
+            version,
+            ALLOW_ENV,
+        )
+        return
+    raise ConfigError(
+        f"spexis: vLLM {version} is not tested (tested: {tested}); install vllm=={tested}, remove "
+        f"the spexis block, or set {ALLOW_ENV}=1 to try anyway"
+    )
+
+
+def check_sources(group: str) -> None:
+    for symbol, expected in SOURCES[group].items():
+        problem = _problem(symbol, expected)
+        if problem:
+            raise ConfigError(
+                f"spexis: {symbol} {problem}, so this vLLM build differs from the tested "
+                f"{', '.join(sorted(TESTED))}; reinstall that version or remove the spexis block"
+            )
+
+
+def _problem(symbol: str, expected: tuple[str, ...]) -> str | None:
+    module_name, _, path = symbol.partition(":")
+    try:
+        target = importlib.import_module(module_name)
+        for part in path.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError):
+        return "does not exist"
+    # inspect follows __wrapped__, so our own wrapper shows the original's parameters.
+    found = tuple(inspect.signature(target).parameters)[: len(expected)]
+    return None if found == expected else f"takes {found}, not {expected}"

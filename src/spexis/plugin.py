@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's entry point to Spexis: inert unless `additional_config` has a "spexis" block.
+
+    [project.entry-points."vllm.general_plugins"]
+    spexis = "spexis.plugin:register"
+
+vLLM calls register() in every process of every user who has Spexis installed. It wraps one
+function, EngineArgs.create_engine_config, through which `vllm serve`, `LLM(...)` and
+`AsyncLLM.from_engine_args` all build their configuration in the front-end process, before any
+other process starts. Asked for, the wrapper checks versions and settings, resolves the drafter,
+and then uses vLLM's own doors only: scheduler_cls, worker_cls and two environment variables.
+
+Invariant: without the block, the wrapper calls the original and nothing else is touched; with it,
+environment variables set here are taken back before the next configuration is built, so a stock
+engine in the same process never inherits them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.util
+import logging
+import os
+import sys
+from typing import Any
+
+from spexis.config import CONFIG_KEY, ConfigError, DrafterConfig, SpexisConfig
+
+TARGET = "vllm.engine.arg_utils"
+PARTITION_ENV = "VLLM_PP_LAYER_PARTITION"
+BIND_ENV = "VLLM_CPU_OMP_THREADS_BIND"
+
+logger = logging.getLogger("vllm.spexis")
+
+# Environment variables this process set itself, with the value it gave them.
+_own_env: dict[str, str] = {}
+
+
+def register() -> None:
+    """Wrap create_engine_config, now or when its module is first imported. Re-entrant."""
+    if TARGET in sys.modules:
+        _wrap(sys.modules[TARGET])
+    elif not any(isinstance(finder, _WrapOnImport) for finder in sys.meta_path):
+        # Workers and helpers never import it: importing it here would cost them seconds.
+        sys.meta_path.insert(0, _WrapOnImport())
+
+
+def is_effective() -> bool:
+    """Whether create_engine_config is wrapped in this process ("installed" is not "effective")."""
+    engine_args = getattr(sys.modules.get(TARGET), "EngineArgs", None)
+    create = getattr(engine_args, "create_engine_config", None)
+    return getattr(create, "_spexis", False)
+
+
+class _WrapOnImport(importlib.abc.MetaPathFinder):
+    """Wraps TARGET right after its first import, then leaves sys.meta_path."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            _wrap(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap(module: Any) -> None:
+    engine_args = getattr(module, "EngineArgs", None)
+    create = getattr(engine_args, "create_engine_config", None)
+    if create is None or getattr(create, "_spexis", False):
+        # A vLLM without this function is unknown to us, and nobody asked: stay out of the way.
+        return
+
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _take_back_env()
+        if not _asked(self.additional_config):
+            return create(self, *args, **kwargs)
+        return _create_spexis_config(create, self, *args, **kwargs)
+
+    create_engine_config._spexis = True  # type: ignore[attr-defined]
+    engine_args.create_engine_config = create_engine_config
+
+
+def _asked(additional_config: Any) -> bool:
+    return isinstance(additional_config, dict) and CONFIG_KEY in additional_config
+
+
+def _create_spexis_config(create: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """create_engine_config() for an engine that asked for Spexis."""
+    from vllm.platforms import current_platform
+
+    from spexis import checks, guards
+
+    guards.check_version()
+    guards.check_sources("frontend")
+    config = SpexisConfig.from_dict(engine_args.additional_config[CONFIG_KEY])
+    checks.check_args(engine_args)
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        checks.refuse(
+            f"platform {current_platform.device_name!r} is not tested",
+            "use the CPU or CUDA build of vLLM, or remove the spexis block",
+        )
+    before = engine_args.scheduler_cls, engine_args.worker_cls
+    engine_args.scheduler_cls = checks.SCHEDULER
+    engine_args.worker_cls = checks.CPU_WORKER if current_platform.is_cpu() else checks.CUDA_WORKER
+    try:
+        vllm_config = create(engine_args, *args, **kwargs)
+    finally:
+        # The caller's object stays as it was: it may be reused without the block.
+        engine_args.scheduler_cls, engine_args.worker_cls = before
+    checks.check_config(vllm_config, config)
+    config = _place(vllm_config, config)
+    # A copy, so that the user's own dict is left alone. Every process reads the resolved block.
+    vllm_config.additional_config = {
+        **vllm_config.additional_config,
+        CONFIG_KEY: config.to_dict(),
+    }
+    from spexis.observability import install
+
+    install()
+    return vllm_config
+
+
+def _place(vllm_config: Any, config: SpexisConfig) -> SpexisConfig:
+    """Layers to stages, cores to workers; returns the config with the drafter's folder resolved."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    stages = parallel.pipeline_parallel_size
+    split = os.environ.get(PARTITION_ENV)
+    if config.drafter.method == "exit":
+        resolved = _resolve_drafter(model, config.drafter)
+        split = _exit_partition(model, stages, resolved.exit_layer, split)
+        drafter = DrafterConfig(
+            method="exit",
+            model=resolved.folder,
+            draft_vocab_size=resolved.draft_vocab_size,
+        )
+        config = SpexisConfig.from_dict({**config.to_dict(), "drafter": drafter.to_dict()})
+    if vllm_config.device_config.device_type == "cpu":
+        _bind_cores(parallel.local_world_size)
+    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
+    logger.info(
+        "Spexis: drafter %s%s, %d stages of %s layers, %s steps in flight, %s runner",
+        config.drafter.method,
+        f" ({config.drafter.model})" if config.drafter.model else "",
+        stages,
+        split or "evenly split",
+        config.steps_in_flight or vllm_config.max_concurrent_batches,
+        runner,
+    )
+    if not config.drafter.lossless:
+        logger.warning("Spexis: the synthetic drafter changes the output; for measurements only")
+    return config
+
+
+def _resolve_drafter(model: Any, drafter: DrafterConfig) -> Any:
+    from spexis.drafters import resolve, served_model
+
+    served = served_model(
+        str(model.served_model_name or model.model),
+        model.hf_text_config,
+        folder=_local_folder(model),
+        context=model.max_model_len,
+    )
+    resolved = resolve(drafter, served)
+    if not resolved.fingerprint_checked:
+        logger.warning(
+            "Spexis: %s is not on this machine yet, so the drafter was matched by sizes only",
+            model.model,
+        )
+    return resolved
+
+
+def _local_folder(model: Any) -> str | None:
+    """Folder of the target's files, without downloading anything."""
+    if os.path.isdir(model.model):
+        return model.model
+    try:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(model.model, revision=model.revision, local_files_only=True)
+    except Exception:  # not cached, or not a hub name: many error types, one meaning
+        return None
+
+
+def _exit_partition(model: Any, stages: int, exit_layer: int, given: str | None) -> str:
+    """Layers per stage with the first ending at the exit layer; sets the variable when unset."""
+    from spexis.core.placement import layer_partition
+
+    if given is not None:
+        if given.split(",")[0].strip() != str(exit_layer):
+            raise ConfigError(
+                f"spexis: {PARTITION_ENV}={given} ends the first stage elsewhere than the "
+                f"drafter's exit layer {exit_layer}; unset it, or start it with {exit_layer}"
+            )
+        return given
+    try:
+        split = layer_partition(model.get_total_num_hidden_layers(), exit_layer, stages)
+    except ValueError as err:
+        raise ConfigError(
+            f"spexis: {err}; use fewer stages or a drafter with an earlier exit"
+        ) from None
+    value = ",".join(map(str, split))
+    _set_env(PARTITION_ENV, value)
+    return value
+
+
+def _bind_cores(num_workers: int) -> None:
+    """One share of cores per worker. vLLM's "auto" needs one NUMA node per worker and asserts."""
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_visible_memory_node
+
+    from spexis.core.placement import cpu_binding
+
+    if os.environ.get(BIND_ENV) is not None or len(get_visible_memory_node()) >= num_workers:
+        return
+    # One logical CPU per physical core: two threads of a core share its vector units.
+    cores = {(cpu.numa_node, cpu.physical_core): cpu.id for cpu in get_allowed_cpu_list()}
+    _set_env(BIND_ENV, cpu_binding(sorted(cores.values()), num_workers))
+
+
+def _set_env(name: str, value: str) -> None:
+    os.environ[name] = value
+    _own_env[name] = value
+
+
+def _take_back_env() -> None:
+    for name, value in _own_env.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _own_env.clear()
