@@ -163,33 +163,16 @@ def _place(vllm_config: Any, config: SpexisConfig) -> SpexisConfig:
 
 
 def _resolve_drafter(model: Any, drafter: DrafterConfig) -> Any:
-    from spexis.drafters import resolve, served_model
+    from spexis.drafters import resolve, served_by_vllm
 
-    served = served_model(
-        str(model.served_model_name or model.model),
-        model.hf_text_config,
-        folder=_local_folder(model),
-        context=model.max_model_len,
-    )
-    resolved = resolve(drafter, served)
+    resolved = resolve(drafter, served_by_vllm(model))
     if not resolved.fingerprint_checked:
         logger.warning(
-            "Spexis: %s is not on this machine yet, so the drafter was matched by sizes only",
+            "Spexis: %s is not on this machine yet; the drafter was matched by sizes, the workers "
+            "compare the weights",
             model.model,
         )
     return resolved
-
-
-def _local_folder(model: Any) -> str | None:
-    """Folder of the target's files, without downloading anything."""
-    if os.path.isdir(model.model):
-        return model.model
-    try:
-        from huggingface_hub import snapshot_download
-
-        return snapshot_download(model.model, revision=model.revision, local_files_only=True)
-    except Exception:  # not cached, or not a hub name: many error types, one meaning
-        return None
 
 
 def _exit_partition(model: Any, stages: int, exit_layer: int, given: str | None) -> str:

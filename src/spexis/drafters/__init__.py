@@ -3,14 +3,18 @@
 
     resolve(DrafterConfig(method="exit"), model) -> Path of the shipped drafter made for `model`
 
+    resolve_exit_folder(config, model_config) -> the same from vLLM's ModelConfig, as a string
+
 Invariant: a drafter made for another model is refused here, in the front-end process, before any
 worker starts. Sizes are compared from the two config.json files; the weights are compared by the
-fingerprint when they are on this machine (`fingerprint_checked` says so). No torch at import.
+fingerprint when they are on this machine (`fingerprint_checked` says so), and once more by the
+workers, where they always are. No torch at import.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +99,7 @@ def resolve(drafter: DrafterConfig, model: ServedModel) -> ResolvedDrafter:
     config = read_config(folder)
     if reason := mismatch(config, model):
         raise ConfigError(
-            f"drafter {folder} was made for {config.get('base_model')}, not for "
+            f"spexis: drafter {folder} was made for {config.get('base_model')}, not for "
             f"{model.name}: {reason}; train one with `spexis train exit`"
         )
     vocab = int(config["draft_vocab_size"])
@@ -111,6 +115,21 @@ def resolve(drafter: DrafterConfig, model: ServedModel) -> ResolvedDrafter:
         draft_vocab_size=drafter.draft_vocab_size or vocab,
         fingerprint_checked=_fingerprint(model) is not None,
     )
+
+
+def served_by_vllm(model_config: Any) -> ServedModel:
+    """ServedModel from vLLM's ModelConfig."""
+    return served_model(
+        str(model_config.model),
+        model_config.hf_text_config,
+        folder=_local_folder(model_config),
+        context=model_config.max_model_len,
+    )
+
+
+def resolve_exit_folder(drafter: DrafterConfig, model_config: Any) -> str:
+    """The drafter's folder, checked against the served model; for the workers."""
+    return resolve(drafter, served_by_vllm(model_config)).folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -155,29 +174,37 @@ def mismatch(config: Mapping[str, Any], model: ServedModel) -> str | None:
 
 
 def _find_shipped(model: ServedModel) -> Path:
-    ours = shipped()
-    for folder in ours.values():
-        config = read_config(folder)
-        # Without the weights' fingerprint the sizes alone must not pick a drafter silently for a
-        # fine-tuned sibling, but they are all there is before a download: the worker checks again.
-        if mismatch(config, model) is None:
+    for folder in shipped().values():
+        if mismatch(read_config(folder), model) is None:
             return folder
-    names = ", ".join(ours) or "none"
+    names = ", ".join(shipped()) or "none"
     raise ConfigError(
-        f"no shipped drafter fits {model.name} (shipped: {names}): train one with "
-        "`spexis train exit` and give its folder as spexis.drafter.model, or use "
-        'method "none"'
+        f"spexis: no shipped drafter fits {model.name} (shipped: {names}); train one with `spexis "
+        'train exit` and give its folder as spexis.drafter.model, or use method "none"'
     )
 
 
 def _fingerprint(model: ServedModel) -> str | None:
+    """Fingerprint of the target's weights; None where they are not on this machine."""
     if model.folder is None:
         return None
-    try:
-        from spexis.drafters.exit.config import fingerprint
-    except ImportError:  # built without the exit drafter
-        return None
+    from spexis.drafters.exit.config import fingerprint
+
     try:
         return fingerprint(model.folder)
-    except (OSError, KeyError):  # weights missing or in a format without names
+    except (OSError, KeyError, ValueError):  # no weights yet, or not in safetensors
+        return None
+
+
+def _local_folder(model_config: Any) -> str | None:
+    """Folder of the target's files, without downloading anything."""
+    if os.path.isdir(model_config.model):
+        return model_config.model
+    try:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(
+            model_config.model, revision=model_config.revision, local_files_only=True
+        )
+    except Exception:  # not cached, or not a hub name: many error types, one meaning
         return None
