@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative parallelism on vLLM's V2 model runner (CUDA; in CI the Triton interpreter).
+
+V2 keeps each request's position and next input token on the device and hands sampled tokens
+back to earlier stages N steps later. Spexis reads those two tensors as the states of the rules
+in verdict.py: on the first stage they are what runs next, guess or truth, on the last stage
+what a row must show to count. One step:
+
+    execute_model  first:   apply due verdicts -> vLLM's step, from the guesses
+                   middle:  vLLM's step, at the positions that came with the hidden states
+                   last:    vLLM's step
+    sample_tokens  first:   (hidden states are on their way) draft -> guesses advance the state
+                   last:    sample -> judge rows -> verdict -> vLLM's bookkeeping of good rows
+
+Invariants: nothing here waits for the device; no index has a size that depends on data; all
+state is preallocated; discarded rows reach vLLM's bookkeeping as num_sampled = 0 and
+num_rejected = 1, which leaves lengths, token history, penalty counts and the position as they
+were. Run: tests/engine/test_v2_interpreter.py.
+"""
+
+import torch
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.sequence import IntermediateTensors
+from vllm.utils.mem_utils import DeviceMemoryProfiler, format_gib
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from spexis.config import SpexisConfig
+from spexis.drafters.base import DraftRows, load_drafter
+from spexis.engine.v2_handler import VerdictHandler
+from spexis.engine.verdict import FirstStage, LastStage
+
+logger = init_logger("vllm.spexis.runner_v2")
+
+SENT_POSITIONS, SENT_TOKENS = "spexis_positions", "spexis_tokens"  # travel with hidden states
+
+
+class SpexisV2Mixin:
+    """Mixed in before vLLM's V2 model runner class by engine/worker.py."""
+
+    # ------------------------------------------------------------------ set-up
+    def init_spexis(self) -> None:
+        self.spexis_config = SpexisConfig.from_vllm(self.vllm_config)
+        self.pp = get_pp_group()
+        self.num_stages = self.pp.world_size
+        self.num_slots = self.max_num_reqs  # V2's request index; a preempted request has none
+        self.num_calls = 0  # execute_model calls, empty ones included
+        self.num_ready = 0  # steps whose output the scheduler had when it planned this one
+        self.num_steps = 0  # non-empty ones of the scheduler's, which numbers them alike
+        self.step = 0  # number of this one, 0 in vLLM's warm-up
+        self.sent: tuple[torch.Tensor, torch.Tensor] | None = None  # positions [R], tokens [R]
+        self.stage_output: IntermediateTensors | None = None
+        self.prompts: dict[str, list[int]] = {}
+        self._share_request_states()
+        if self.spexis_config.timeline_log:
+            logger.warning("spexis.timeline_log is recorded by the V1 (CPU) runner only")
+
+    def _share_request_states(self) -> None:
+        """vLLM's position and token per slot become the states of the rules in verdict.py.
+
+        One row longer for the dummy slot. Must run before load_model(), where samplers and
+        CUDA graphs take hold of the tensors.
+        """
+        slots, states = self.num_slots, self.req_states
+        self.first_stage = FirstStage(slots, self.num_stages, self.device)
+        self.last_stage = LastStage(slots, self.device)
+        stage = self.last_stage if self.pp.is_last_rank else self.first_stage
+        stage.position = torch.zeros(slots + 1, dtype=torch.int32, device=self.device)
+        states.num_computed_tokens.gpu = stage.position[:slots]
+        states.last_sampled_tokens = stage.token[:slots].unsqueeze(1)
+
+    def load_model(self, *args, **kwargs) -> None:
+        super().load_model(*args, **kwargs)
+        with DeviceMemoryProfiler() as memory:
+            self.spexis_drafter = load_drafter(self.spexis_config.drafter, self)
+        state_size = self.spexis_drafter.state_size if self.spexis_drafter else 0
+        if self.pp.is_first_rank:
+            self.model_memory_usage += memory.consumed_memory
+            logger.info("Drafter takes %s GiB of memory", format_gib(memory.consumed_memory))
+        # Middle stages hold no drafter but take part in the broadcast.
+        state_size = self._agree_on_state_size(state_size)
+        VerdictHandler.adopt(self.pp_handler, self.num_slots, state_size, self.model_config.dtype)
+
+    def _agree_on_state_size(self, state_size: int) -> int:
+        return int(self.pp.broadcast_object(state_size, src=0))
+
+    def prompt_token_ids(self, req_id: str) -> list[int]:
+        return self.prompts.get(req_id, [])
+
+    # ------------------------------------------------------------------ states
+    def add_requests(self, scheduler_output) -> None:
+        super().add_requests(scheduler_output)
+        if not self.pp.is_first_rank:
+            return
+        for new in scheduler_output.scheduled_new_reqs:  # resumed requests are new again
+            self.prompts[new.req_id] = new.prompt_token_ids or []
+            self.spexis_drafter.bind(self.req_states.req_id_to_index[new.req_id])
+
+    def finish_requests(self, scheduler_output) -> None:
+        super().finish_requests(scheduler_output)
+        if self.pp.is_first_rank:
+            for req_id in scheduler_output.finished_req_ids:
+                self.prompts.pop(req_id, None)
+                self.spexis_drafter.forget(req_id)
+
+    def update_pp_decode_requests(self) -> None:
+        """vLLM calls this first in every step; on the first stage, verdicts are applied here.
+
+        Due are those of calls N ago, and those the scheduler has already seen (so that its
+        counts stay upper bounds of ours); vLLM's warm-up steps have number 0, always due.
+        """
+        if not self.pp.is_first_rank:
+            return
+        handler = self.pp_handler
+        for pending in handler.take_due(self.num_calls - self.num_stages, self.num_ready):
+            alive = handler.alive(pending)
+            self.first_stage.apply_verdict(
+                pending.slots, pending.positions, pending.tokens, alive
+            )
+            if pending.states is not None:
+                self.spexis_drafter.observe(
+                    pending.slots, pending.positions, pending.tokens, alive, pending.states
+                )
+
+    # ---------------------------------------------------------------- hot path
+    @torch.inference_mode()
+    def execute_model(
+        self, scheduler_output, intermediate_tensors=None, dummy_run=False, *args, **kwargs
+    ):
+        self.sent = self.stage_output = None
+        if not dummy_run:
+            self._count(scheduler_output)
+            if intermediate_tensors is not None:
+                self.sent = (
+                    intermediate_tensors[SENT_POSITIONS],
+                    intermediate_tensors[SENT_TOKENS],
+                )
+        output = super().execute_model(
+            scheduler_output, intermediate_tensors, dummy_run, *args, **kwargs
+        )
+        if not isinstance(output, IntermediateTensors):
+            return output
+        self.stage_output = output
+        if dummy_run:
+            return output
+        positions, tokens = self.sent
+        return IntermediateTensors(
+            {**output.tensors, SENT_POSITIONS: positions, SENT_TOKENS: tokens}
+        )
+
+    def _count(self, scheduler_output) -> None:
+        self.num_calls += 1
+        num_ready = getattr(scheduler_output, "spexis_num_verdicts", None)
+        if num_ready is None:  # an empty step, or vLLM's warm-up
+            self.step = 0
+            return
+        self.num_steps += 1
+        self.step, self.num_ready = self.num_steps, num_ready
+
+    def prepare_inputs(self, scheduler_output, batch_req_state, *args, **kwargs):
+        if self.sent is not None and not self.pp.is_last_rank:
+            # A middle stage learns of restarts from the rows themselves.
+            slots = async_tensor_h2d(
+                batch_req_state.idx_mapping_np, device=self.device, dtype=torch.int64
+            )
+            self.req_states.num_computed_tokens.gpu.index_copy_(0, slots, self.sent[0])
+        batch = super().prepare_inputs(scheduler_output, batch_req_state, *args, **kwargs)
+        if self.pp.is_first_rank:
+            slots = batch.idx_mapping
+            self.sent = self.first_stage.position[slots], self.first_stage.token[slots]
+        return batch
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output):
+        if self.pp.is_first_rank and self.execute_model_state is not None:
+            batch = self.execute_model_state.input_batch
+            positions = batch.seq_lens[: batch.num_reqs].clone()  # of the guesses; int32
+            guesses = self._draft(positions)
+            # Rows inside a prompt advance by their chunk; their guess is never looked at.
+            everyone = self.pp_handler.all_alive[: batch.num_reqs]
+            self.first_stage.propose(batch.idx_mapping, positions, guesses, everyone)
+            self.pp_handler.plan = self.num_calls, self.step, positions
+        return super().sample_tokens(grammar_output)
+
+    def _draft(
+        self,
+        positions: torch.Tensor,  # [R]
+    ) -> torch.Tensor:
+        """A guess for every row, [R] int64, from the output that this step's forward left."""
+        state, output = self.execute_model_state, self.stage_output
+        batch = state.input_batch
+        start, tokens = self.sent
+        rows = DraftRows(
+            req_ids=batch.req_ids,
+            slots=batch.idx_mapping,
+            hidden_states=output["hidden_states"],
+            residual=output["residual"],
+            token_positions=batch.positions,
+            last=batch.logits_indices,
+            start=start.to(torch.int64),
+            tokens=tokens,
+            draft_positions=positions.to(torch.int64),
+            is_prefill=start < self.req_states.prefill_len.gpu[batch.idx_mapping],
+            has_prefill=batch.has_prefill,
+        )
+        with set_forward_context(
+            state.attn_metadata,
+            self.vllm_config,
+            num_tokens=batch.num_tokens_after_padding,
+            slot_mapping=state.slot_mappings_by_layer,
+            is_padding=batch.is_padding,
+        ):
+            return self.spexis_drafter.propose(rows)
+
+    def postprocess_num_computed_tokens(self, input_batch) -> None:
+        """Called on earlier stages, whose positions come from propose() or with the rows."""
+
+    def sample(self, hidden_states, input_batch, grammar_output):
+        output, num_sampled, num_rejected = super().sample(
+            hidden_states, input_batch, grammar_output
+        )
+        positions, tokens = self.sent
+        slots, states = input_batch.idx_mapping, self.req_states
+        is_prefill = states.num_computed_tokens.gpu[slots] < states.prefill_len.gpu[slots]
+        samples = num_sampled > 0
+        good = self.last_stage.judge(slots, positions, tokens, is_prefill, samples)
+        discarded = samples & ~good
+        # In place: output holds the same tensors. vLLM's post_update then plays rule 2 (expect).
+        num_sampled.masked_fill_(discarded, 0)
+        num_rejected.masked_fill_(discarded, 1)
+        if not self.spexis_drafter.lossless:
+            ends = input_batch.seq_lens[: input_batch.num_reqs].to(torch.int64)
+            output.sampled_token_ids[:, 0] = self.spexis_drafter.overrule(ends, tokens)
+        if self.pp_handler.state_size:
+            self.pp_handler.states = hidden_states[input_batch.logits_indices]
+        return output, num_sampled, num_rejected
+
+    # ----------------------------------------------------------------- memory
+    @torch.inference_mode()
+    def _dummy_run(self, *args, **kwargs):
+        """vLLM measures peak memory and warms up with dummy steps: the drafter takes part."""
+        result = super()._dummy_run(*args, **kwargs)
+        if self.pp.is_first_rank and self.stage_output is not None:
+            batch = self.execute_model_state.input_batch
+            slots = batch.idx_mapping
+            self.sent = self.first_stage.position[slots], self.first_stage.token[slots]
+            self._draft(batch.seq_lens[: batch.num_reqs])
+        return result

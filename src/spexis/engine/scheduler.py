@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler of speculative parallelism: every decode request is eligible at every step.
+
+Subclass of vLLM's AsyncScheduler, which already plans a request's next step before the
+present one has returned (output placeholders). Three things are added:
+
+- a decode row need not wait until the request's last row left the pipeline;
+- a row that returns no token was discarded: its computed token and placeholder are taken
+  back, so counts stay upper bounds of the device's and allocated blocks always suffice;
+- blocks enter the prefix cache only up to verified tokens.
+
+Only update_from_output() changes what a user can see, and it is vLLM's own: tokens reach it
+verified, so stop checks, streaming, logprobs, metrics and billing never meet a guess.
+"""
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from spexis.config import SpexisConfig
+from spexis.observability.counters import SpexisCounters
+from spexis.observability.iteration_log import IterationLog
+
+
+class SpexisScheduler(AsyncScheduler):
+    def __init__(self, vllm_config, *args, **kwargs):
+        self.spexis_config = SpexisConfig.from_vllm(vllm_config)
+        _set_steps_in_flight(vllm_config, self.spexis_config.steps_in_flight)
+        super().__init__(vllm_config, *args, **kwargs)
+        self.num_stages = self.parallel_config.pipeline_parallel_size
+        self.speculate = self.spexis_config.drafter.method != "none"
+        self.num_steps = 0  # non-empty steps scheduled
+        self.num_verdicts = 0  # non-empty steps whose output came back
+        self._last_row_step: dict[str, int] = {}  # step of each request's newest row
+        self._chain_broken: set[str] = set()  # requests whose newest verdict was a discard
+        self.counters = SpexisCounters(num_stages=self.num_stages)
+        self.iteration_log = IterationLog.open(self.spexis_config.iteration_log)
+        self._cache_only_verified_blocks()
+
+    # ------------------------------------------------------------- scheduling
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if not scheduler_output.num_scheduled_tokens:
+            return
+        self.num_steps += 1
+        # Decode rows of this step: does the row run a guess? (False: its input is verified)
+        rows: dict[str, bool] = {}
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests[req_id]
+            if request.is_prefill_chunk:
+                continue
+            is_first = request.num_output_placeholders <= 1
+            last_step = self._last_row_step.get(req_id, -self.num_stages)
+            rows[req_id] = not is_first and self.num_steps - last_step < self.num_stages
+            self._last_row_step[req_id] = self.num_steps
+            # A grammar's state follows verified tokens only, so those keep stock cadence.
+            wait = not self.speculate or request.use_structured_output
+            request.next_decode_eligible_step = self.current_step + self.num_stages if wait else 0
+        scheduler_output.spexis_rows = rows
+        # Workers may apply verdicts up to here without waiting (runner_v1.py).
+        scheduler_output.spexis_num_verdicts = self.num_verdicts
+        self.counters.observe_step(
+            num_rows=len(scheduler_output.num_scheduled_tokens),
+            num_decode_rows=len(rows),
+            num_speculative_rows=sum(rows.values()),
+        )
+
+    def _make_cached_request_data(self, *args, **kwargs):
+        data = super()._make_cached_request_data(*args, **kwargs)
+        # Workers know tokens before the scheduler does; it has none to give.
+        data.new_token_ids = []
+        return data
+
+    def _preempt_request(self, request, *args, **kwargs) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self._forget(request.request_id)
+        self.counters.preemptions += 1
+
+    def _free_request(self, request, *args, **kwargs):
+        self._forget(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _forget(self, req_id: str) -> None:
+        self._last_row_step.pop(req_id, None)
+        self._chain_broken.discard(req_id)
+
+    # ----------------------------------------------------------------- output
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ):
+        if scheduler_output.num_scheduled_tokens:
+            self.num_verdicts += 1
+            self._take_back_discarded(scheduler_output, model_runner_output)
+            self.iteration_log.write(self, scheduler_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _take_back_discarded(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> None:
+        sampled = model_runner_output.sampled_token_ids
+        for req_id, is_guess in scheduler_output.spexis_rows.items():
+            request = self.requests.get(req_id)
+            if request is None or request.is_finished() or request.num_stale_output_tokens > 0:
+                # Its counters are gone or were reset; vLLM drains such rows by itself.
+                self.counters.stale_rows += 1
+                continue
+            has_token = bool(sampled[model_runner_output.req_id_to_index[req_id]])
+            if has_token:
+                self.counters.tokens += 1
+                self.counters.accepted += is_guess and req_id not in self._chain_broken
+                self.counters.drafts += is_guess and req_id not in self._chain_broken
+                self._chain_broken.discard(req_id)
+                continue
+            # The first discard after a good row is the wrong guess itself, those behind it
+            # were never verified.
+            self.counters.drafts += req_id not in self._chain_broken
+            self._chain_broken.add(req_id)
+            self.counters.discarded_rows += 1
+            request.num_computed_tokens -= 1
+            request.num_output_placeholders -= 1
+
+    # ------------------------------------------------------------ prefix cache
+    def _cache_only_verified_blocks(self) -> None:
+        """Decode rows' blocks are hashed by AsyncScheduler once their tokens are verified."""
+        manager, allocate = self.kv_cache_manager, self.kv_cache_manager.allocate_slots
+
+        def allocate_slots(request, num_new_tokens, *args, **kwargs):
+            if not request.is_prefill_chunk and (
+                request.num_output_placeholders + request.num_output_tokens > 0
+            ):
+                kwargs["delay_cache_blocks"] = True
+            return allocate(request, num_new_tokens, *args, **kwargs)
+
+        manager.allocate_slots = allocate_slots
+
+
+def _set_steps_in_flight(vllm_config, steps: int | None) -> None:
+    """EngineCore reads vllm_config.max_concurrent_batches right after building the scheduler."""
+    if steps is not None:
+        cls = type(vllm_config)
+        cls.max_concurrent_batches = property(lambda self: steps)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts on vLLM's V2 runner: PPHandler's broadcast with one message a step.
+
+vLLM's handler already returns the last stage's tokens to earlier stages on a communicator and
+a side stream of its own, and counts a generation per slot. Spexis keeps that transport, sends
+one tensor instead of two (plus the final states, where the drafter asks for them), and decides
+itself when a verdict is applied.
+
+Invariants: a verdict never travels on the pipeline's own device group, where opposite
+directions could wait for each other in a circle; which steps send one is decided from host
+data that all stages share (compute_need_sampled_mask), so sends and receives always pair up;
+verdicts are applied in step order, each once.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.pp_utils import PPHandler, compute_need_sampled_mask
+
+from spexis.engine.verdict import NO_TOKEN
+
+
+@dataclass(slots=True)
+class PendingVerdict:
+    """A step whose verdict is on its way to the first stage."""
+
+    call: int  # execute_model calls of this worker, empty ones included
+    step: int  # non-empty steps of the scheduler, 0 for vLLM's warm-up steps
+    event: torch.cuda.Event  # recorded once the tensors below are filled
+    tokens: torch.Tensor  # [R] int64, true token or NO_TOKEN
+    states: torch.Tensor | None  # [R, H]
+    slots: torch.Tensor  # [R] int64
+    slots_np: np.ndarray  # [R]
+    generation: np.ndarray  # [R] of the slots when the step ran
+    positions: torch.Tensor  # [R] int32, position of the verdict's token
+
+
+class VerdictHandler(PPHandler):
+    """Takes the place of a PPHandler that vLLM has built (`adopt`)."""
+
+    @classmethod
+    def adopt(
+        cls, handler: PPHandler, num_slots: int, state_size: int, state_dtype: torch.dtype
+    ) -> "VerdictHandler":
+        """state_size: hidden size of the final states sent along, 0 for none."""
+        handler.__class__ = cls
+        handler.is_first_rank = get_pp_group().is_first_rank
+        handler.state_size, handler.state_dtype = state_size, state_dtype
+        handler.pending = deque()
+        handler.all_alive = torch.ones(num_slots, dtype=torch.bool, device=handler.device)
+        handler.states = None  # [R, H] set by the last stage before broadcast()
+        handler.plan = None  # (call, step, positions) set by the first stage before receive()
+        return handler
+
+    # -------------------------------------------------------------- last stage
+    def broadcast(
+        self,
+        sampled_token_ids: torch.Tensor,  # [R, 1] int64
+        num_sampled: torch.Tensor,  # [R] int32, 0 on discarded rows
+        num_rejected: torch.Tensor,  # [R] unused here
+        input_batch: InputBatch,
+    ) -> None:
+        if compute_need_sampled_mask(input_batch) is None:
+            return
+        messages = [torch.where(num_sampled > 0, sampled_token_ids[:, 0], NO_TOKEN)]
+        if self.state_size:
+            messages.append(self.states.to(self.state_dtype).contiguous())
+        with torch.cuda.stream(self.broadcast_stream):
+            self.broadcast_stream.wait_stream(self.main_stream)
+            for message in messages:
+                dist.broadcast(message, src=self.last_rank, group=self.broadcast_group)
+                # Allocated on the main stream, still read on the side stream.
+                message.record_stream(self.broadcast_stream)
+
+    # ------------------------------------------------------------ other stages
+    def receive(self, input_batch: InputBatch) -> bool:
+        """Posts the receive of this step's verdict; middle stages only take part in it.
+
+        Returns whether all rows continue with a token of this step (for vLLM's caller).
+        """
+        needed = compute_need_sampled_mask(input_batch)
+        if needed is None:
+            return False
+        num_reqs, states = input_batch.num_reqs, None
+        with torch.cuda.stream(self.broadcast_stream):
+            self.broadcast_stream.wait_stream(self.main_stream)
+            tokens = torch.empty(num_reqs, dtype=torch.int64, device=self.device)
+            dist.broadcast(tokens, src=self.last_rank, group=self.broadcast_group)
+            tokens.record_stream(self.main_stream)
+            if self.state_size:
+                states = torch.empty(
+                    num_reqs, self.state_size, dtype=self.state_dtype, device=self.device
+                )
+                dist.broadcast(states, src=self.last_rank, group=self.broadcast_group)
+                states.record_stream(self.main_stream)
+            event = self.broadcast_stream.record_event()
+        if self.is_first_rank:
+            call, step, positions = self.plan
+            slots_np = input_batch.idx_mapping_np
+            self.pending.append(
+                PendingVerdict(
+                    call=call,
+                    step=step,
+                    event=event,
+                    tokens=tokens,
+                    states=states,
+                    slots=input_batch.idx_mapping,
+                    slots_np=slots_np,
+                    generation=self.req_idx_gen_np[slots_np],
+                    positions=positions,
+                )
+            )
+        return bool(needed.all())
+
+    def take_due(self, call: int, step: int) -> Iterator[PendingVerdict]:
+        """Verdicts of calls up to `call` or steps up to `step`, oldest first, once filled."""
+        while self.pending and (self.pending[0].call <= call or self.pending[0].step <= step):
+            pending = self.pending.popleft()
+            if pending.event is not None:  # the CPU stand-in for streams records none
+                self.main_stream.wait_event(pending.event)
+            yield pending
+
+    def alive(self, pending: PendingVerdict) -> torch.Tensor:
+        """[R] bool: the slot still belongs to the request that ran (rule 4)."""
+        same = self.req_idx_gen_np[pending.slots_np] == pending.generation
+        if same.all():
+            return self.all_alive[: len(same)]
+        return torch.from_numpy(same).to(self.device, non_blocking=True)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's CPU worker with Spexis' model runner in place, and a stock one for baselines.
+
+Apart from worker.py because importing vLLM's CPU worker binds CPU libraries. The worker
+hard-codes its runner class, so the class is swapped once init_device() has built it.
+"""
+
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from spexis.engine.worker import with_spexis
+
+
+class SpexisCPUWorker(CPUWorker):
+    def init_device(self) -> None:
+        super().init_device()
+        runner = self.model_runner
+        runner.__class__ = with_spexis(type(runner), self.use_v2_model_runner)
+        runner.init_spexis()
+
+
+class StockCPUWorker(CPUWorker):
+    """Stock pipeline stages in eager mode on CPU, as the baseline to compare with.
+
+    vLLM 0.32 allocates a stage's receive buffers only in a warm-up that eager mode skips
+    (cpu_model_runner.py, warming_up_model); without them the first step fails.
+    """
+
+    def load_model(self, *args, **kwargs) -> None:
+        super().load_model(*args, **kwargs)
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
