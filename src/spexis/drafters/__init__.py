@@ -102,16 +102,17 @@ def resolve(drafter: DrafterConfig, model: ServedModel) -> ResolvedDrafter:
             f"spexis: drafter {folder} was made for {config.get('base_model')}, not for "
             f"{model.name}: {reason}; train one with `spexis train exit`"
         )
-    vocab = int(config["draft_vocab_size"])
+    exit_config = _load_exit_config(folder)
+    vocab = exit_config.draft_vocab_size
     if drafter.draft_vocab_size is not None and drafter.draft_vocab_size > vocab:
         raise ConfigError(
             f"spexis.drafter.draft_vocab_size is {drafter.draft_vocab_size}: "
             f"drafter {folder} has {vocab}, so allowed are 1 to {vocab}"
         )
     return ResolvedDrafter(
-        folder=str(folder),
-        exit_layer=int(config["exit_layer"]),
-        version=str(config.get("version", "unknown")),
+        folder=os.path.abspath(folder),
+        exit_layer=exit_config.exit_layer,
+        version=exit_config.version,
         draft_vocab_size=drafter.draft_vocab_size or vocab,
         fingerprint_checked=_fingerprint(model) is not None,
     )
@@ -152,9 +153,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if not (Path(folder) / "model.safetensors").is_file():
         raise ConfigError(f"spexis.drafter.model: {folder} has no model.safetensors")
-    for key in ("exit_layer", "draft_vocab_size", "hidden_size", "num_hidden_layers"):
-        if not isinstance(config.get(key), int):
-            raise ConfigError(f"spexis.drafter.model: {path} lacks the whole number {key!r}")
     return config
 
 
@@ -171,6 +169,16 @@ def mismatch(config: Mapping[str, Any], model: ServedModel) -> str | None:
     if ours is not None and config.get("base_model_hash") not in (None, ours):
         return "same sizes, other weights (base_model_hash differs)"
     return None
+
+
+def _load_exit_config(folder: Path) -> Any:
+    """The strictly checked ExitConfig; imports torch, so only once a drafter is really used."""
+    from spexis.drafters.exit.config import ExitConfig
+
+    try:
+        return ExitConfig.load(folder)
+    except (ValueError, TypeError) as err:
+        raise ConfigError(f"spexis.drafter.model: {err}") from None
 
 
 def _find_shipped(model: ServedModel) -> Path:

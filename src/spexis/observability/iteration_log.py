@@ -33,7 +33,7 @@ class IterationLog:
             return cls()
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         # Line-buffered: the last step before a crash is the one wanted.
-        return cls(open(path, "w", buffering=1, encoding="utf-8"))  # noqa: SIM115
+        return cls(open(path, "w", buffering=1, encoding="utf-8"))
 
     def write(self, scheduler: Any, scheduler_output: Any) -> None:
         """`scheduler` is the SpexisScheduler, after its counters took in this step's verdicts."""
