@@ -97,7 +97,8 @@ def open_engine(model: str, max_len: int, max_num_seqs: int, share: float, eager
                 "cudagraph_capture_sizes": sizes,
             }
     else:
-        options["kv_cache_memory_bytes"] = 1 << 30
+        options["kv_cache_memory_bytes"] = 2 << 30
+        options["dtype"] = "float32"  # exact, and faster than bfloat16 on most CPUs
     return LLM(
         model=model,
         max_model_len=max_len,

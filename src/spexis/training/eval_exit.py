@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accuracy of exit drafters on Spec-Bench, by task, and acceptance in the real engine beside it.
+
+    spexis eval exit [--drafter FOLDER ...] [--model demo] [--data eval_specbench.jsonl]
+    python -m spexis.training.eval_exit --no-engine --vocab 4096 8192 16384
+
+The simulation is teacher-forced on the target's own greedy answers, with the restarts that the
+drafter's own mistakes cause (training/simulate.py), so it counts what serving would accept. The
+engine part serves a sample of the same prompts at PP=2 and reads the engine's own counters.
+
+The last line on stdout is one JSON object; ok means: average at least .60 and, where the engine
+ran, engine and simulation (on the same prompts) agree within .02.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from spexis.drafters.exit.config import ExitConfig
+from spexis.drafters.exit.module import load_drafter
+from spexis.training.batches import epoch_batches, make_batch
+from spexis.training.data import TokenStore
+from spexis.training.generate import model_folder
+from spexis.training.simulate import serve_drafts
+from spexis.training.specbench import TASKS, by_task, greedy_answers
+from spexis.training.target import Target, pick_device
+
+WANTED_AVERAGE = 0.60
+WANTED_AGREEMENT = 0.02
+
+
+def shipped_folders() -> list[Path]:
+    """The drafters in the package."""
+    import spexis.drafters
+
+    root = Path(spexis.drafters.__file__).parent / "shipped"
+    return sorted(p.parent for p in root.glob("*/config.json"))
+
+
+@torch.no_grad()
+def simulate(
+    target: Target,
+    folders: list[Path],
+    store: TokenStore,
+    sizes: list[int | None],  # prefixes of the draft vocabulary; None: all of it
+    tokens_per_batch: int,
+    states: list[bool],  # with and without the final-state feature
+) -> dict[tuple[str, int, bool], tuple[np.ndarray, np.ndarray]]:
+    """(drafter, vocabulary, state) -> (accepted, drafted) per answer."""
+    half = target.device.type == "cuda"
+    drafters = {}
+    for folder in folders:
+        drafter = load_drafter(str(folder)).to(target.device)
+        config = drafter.config
+        if config.base_model_hash != target.hash:
+            raise ValueError(
+                f"the drafter in {folder} belongs to {config.base_model}, not to {target.folder}: "
+                "train one with `spexis train exit`"
+            )
+        ids = drafter.draft_vocab_ids.long()
+        head = target.head[ids] if config.tied_head else drafter.lm_head.weight
+        drafters[str(folder)] = (drafter, head.to(target.dtype))
+    exits = [d.config.exit_layer for d, _ in drafters.values()]
+    counts: dict = {}
+    batches = epoch_batches(
+        np.diff(store.offsets), np.arange(len(store)), tokens_per_batch, seed=0, epoch=0
+    )
+    for rows in tqdm(batches, desc="simulate", unit="batch", mininterval=2):
+        batch = make_batch(store, rows, target.device)
+        kept, final = target.states(batch.ids, exits)
+        for name, (drafter, head) in drafters.items():
+            for size in sizes:
+                size = min(size or len(head), len(head))
+                for state in states:
+                    with torch.autocast(target.device.type, torch.bfloat16, half):
+                        drafts = serve_drafts(
+                            drafter,
+                            head[:size],
+                            kept[drafter.config.exit_layer],
+                            final,
+                            batch.ids,
+                            batch.prompt_len,
+                            batch.length,
+                            use_state=state,
+                        )
+                    if not drafts.settled:
+                        print(f"{name}: simulation did not settle", file=sys.stderr)
+                    empty = np.zeros(len(store), dtype=np.int64)
+                    hit, all_ = counts.setdefault((name, size, state), (empty, empty.copy()))
+                    sequence = drafts.sequence.cpu().numpy()
+                    np.add.at(hit, rows[sequence], drafts.accepted.cpu().numpy().astype(np.int64))
+                    np.add.at(all_, rows[sequence], 1)
+    return counts
+
+
+def print_table(tables: list[tuple[str, dict[str, float]]]) -> None:
+    """The paper's accuracy table on stderr."""
+    columns = [*TASKS.values(), "avg"]
+    width = max(len(name) for name, _ in tables)
+    print(f"{'':{width}} | " + " | ".join(f"{c:>5}" for c in columns), file=sys.stderr)
+    for name, table in tables:
+        cells = " | ".join(
+            f"{table[c]:.3f}".lstrip("0").rjust(5) if c in table else "    -" for c in columns
+        )
+        print(f"{name:{width}} | {cells}", file=sys.stderr, flush=True)
+
+
+def evaluate(args: argparse.Namespace) -> dict:
+    """The whole evaluation; returns the fields of the JSON line."""
+    device = pick_device(args.device)
+    folders = [Path(f) for f in args.drafter] or shipped_folders()
+    if not folders:
+        raise ValueError("no drafter: give --drafter FOLDER, or train one with `spexis train exit`")
+    for folder in folders:
+        ExitConfig.load(folder)  # refuse early, in one line
+    per_task = args.prompts_per_task
+    if per_task is None and device.type == "cpu":
+        per_task = 16
+    cache = Path(args.cache) if args.cache else _cache_root()
+    folder = model_folder(args.model)
+    from spexis.drafters.exit.config import fingerprint
+
+    store, names = greedy_answers(
+        folder, fingerprint(folder), args.data, per_task or None, args.max_tokens, cache
+    )
+    target = Target(folder, device)
+    states = [True, False] if args.without_state else [True]
+    sizes: list[int | None] = list(args.vocab) if args.vocab else [None]
+    counts = simulate(target, folders, store, sizes, args.tokens_per_batch, states)
+    tables = {key: by_task(hit, all_, names) for key, (hit, all_) in counts.items()}
+    print_table(
+        [
+            (f"{Path(n).name} V={size}" + ("" if state else " no state"), table)
+            for (n, size, state), table in tables.items()
+        ]
+    )
+    best = max(tables, key=lambda key: tables[key]["avg"])
+    report = {
+        "drafter": Path(best[0]).name,
+        "draft_vocab_size": best[1],
+        "average": tables[best]["avg"],
+        "by_task": {k: v for k, v in tables[best].items() if k != "avg"},
+        "answers": len(store),
+        "answer_tokens": store.answer_tokens,
+        "acceptance_in_engine": None,
+        "tables": [
+            {"drafter": Path(n).name, "vocab": size, "final_state": state, **table}
+            for (n, size, state), table in tables.items()
+        ],
+    }
+    ok = report["average"] >= WANTED_AVERAGE
+    return {"ok": ok, **report}
+
+
+def _cache_root() -> Path:
+    from spexis.demo_model import cache_root
+
+    return cache_root()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="spexis eval exit", description=__doc__.split("\n")[0])
+    parser.add_argument("--drafter", nargs="*", default=[], help="folders (default: shipped)")
+    parser.add_argument("--model", default="demo", help='folder, or "demo"')
+    parser.add_argument("--data", default="../shared/data/eval_specbench.jsonl")
+    parser.add_argument("--prompts-per-task", type=int, help="0: all (default: all; 16 on CPU)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--vocab", type=int, nargs="*", help="prefixes of the draft vocabulary")
+    parser.add_argument("--without-state", action="store_true", help="also without final states")
+    parser.add_argument("--tokens-per-batch", type=int, default=8192)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--cache", help="folder for the answers (default: Spexis's cache)")
+    parser.add_argument("--engine", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args(argv)
+    try:
+        report = evaluate(args)
+    except ValueError as error:
+        print(f"spexis eval exit: {error}", file=sys.stderr)
+        report = {"ok": False, "error": str(error)}
+    print(json.dumps({"name": "eval-drafter", **report}))
+    return 0 if report["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
