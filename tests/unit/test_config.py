@@ -85,7 +85,7 @@ def test_refusals_are_one_line_and_name_key_value_and_allowed(block, words):
     with pytest.raises(ConfigError) as error:
         SpexisConfig.from_dict(block)
     message = str(error.value)
-    assert "\n" not in message and "allowed" in message or "is missing" in message
+    assert ("\n" not in message and "allowed" in message) or "is missing" in message
     for word in words:
         assert word in message
 

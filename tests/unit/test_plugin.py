@@ -333,7 +333,7 @@ def test_users_partition_with_the_right_first_stage_stays(given):
 
 
 def test_users_partition_that_ends_elsewhere_is_refused():
-    with pytest.raises(ConfigError, match="15,15 ends the first stage elsewhere .* exit layer 18"):
+    with pytest.raises(ConfigError, match=r"15,15 ends the first stage elsewhere .* exit layer 18"):
         plugin._exit_partition(None, 2, 18, "15,15")
 
 

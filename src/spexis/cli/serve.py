@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`spexis serve MODEL [any vllm serve flag]`: add the defaults, print them once, run `vllm serve`.
+
+    spexis serve demo
+    spexis serve Qwen/Qwen3-8B --pipeline-parallel-size 4 --port 9000
+    spexis serve MODEL --spexis '{"drafter": {"method": "exit", "model": "my-drafter"}}'
+    spexis serve MODEL --dry-run
+
+Invariant: what runs is the printed command and environment, nothing else; every flag the user gave
+is passed on unchanged (but --additional-config, into which the spexis block is merged), and a
+default is added only where the user, on the command line or in --config, said nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spexis.cli import platform
+from spexis.config import CONFIG_KEY, DRAFTER_KEYS, ConfigError, SpexisConfig
+
+DEMO = "demo"
+
+# Ways users spell flags whose presence matters here.
+PP_FLAGS = ("--pipeline-parallel-size", "-pp")
+EAGER_FLAGS = ("--enforce-eager", "--no-enforce-eager")
+ADDITIONAL = "--additional-config"
+
+
+def main(argv: Sequence[str]) -> int:
+    options, flags = parse(argv)
+    if not platform.plugin_installed():
+        raise ConfigError(
+            "vLLM cannot discover the Spexis plugin in this environment; install Spexis with pip "
+            "(`make setup` in a checkout)"
+        )
+    if platform.vllm_distribution() is None:
+        raise ConfigError("vLLM is not installed; `pip install 'spexis[cpu]'` or 'spexis[cuda]'")
+    block = spexis_block(options, flags)
+    config = SpexisConfig.from_dict(block)
+    command, environment = build(options, flags, block)
+    print(_table(options, command, config), file=sys.stderr, flush=True)
+    if options.dry_run:
+        print(shlex.join(_shown(environment) + command))
+        return 0
+    os.environ.update(environment)
+    sys.stdout.flush()
+    os.execvp(command[0], command)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Spexis' own options, and the flags for vLLM in the order given.
+
+    Not by argparse: it does not know vLLM's flags, so it would take the 9000 of `--port 9000` for
+    the model. As with `vllm serve`, MODEL comes first.
+    """
+    parser = _parser()
+    if any(arg in ("-h", "--help") for arg in argv):
+        parser.print_help()
+        raise SystemExit(0)
+    flags = [_dashes(arg) for arg in argv]
+    model = flags.pop(0) if flags and not flags[0].startswith("-") else None
+    own = {"model": model, "dry_run": "--dry-run" in flags}
+    flags = [flag for flag in flags if flag != "--dry-run"]
+    for name in ("--spexis", "--drafter"):
+        own[name.lstrip("-")] = _value(flags, name)
+        if own[name.lstrip("-")] is None and name in flags:
+            raise ConfigError(f"{name} needs a value; see `spexis serve --help`")
+        flags = _without(flags, name)
+    return argparse.Namespace(**own), flags
+
+
+def build(
+    options: argparse.Namespace, flags: list[str], block: dict[str, Any]
+) -> tuple[list[str], dict[str, str]]:
+    """The `vllm serve` command and the environment variables to add."""
+    given = _Given(flags)
+    model = options.model
+    command = [*_vllm(), "serve"]
+    environment: dict[str, str] = {}
+    if model == DEMO:
+        from spexis.demo_model import demo_model_dir
+
+        model = demo_model_dir()
+        if not given.has("--served-model-name"):
+            flags = [*flags, "--served-model-name", DEMO]
+    if model is not None:
+        command.append(model)
+    if not given.has(*PP_FLAGS):
+        command += [PP_FLAGS[0], "2"]
+    if platform.is_cpu() and not given.has(*EAGER_FLAGS):
+        # The CPU runner is tested in eager mode only, and compiling needs a C++ compiler.
+        command.append(EAGER_FLAGS[0])
+    command += [ADDITIONAL, json.dumps({**given.additional(), CONFIG_KEY: block})]
+    command += _without(flags, ADDITIONAL)
+    if not platform.plugin_allowed():
+        environment["VLLM_PLUGINS"] = os.environ["VLLM_PLUGINS"] + ",spexis"
+    return command, environment
+
+
+def spexis_block(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """The spexis block from --spexis, --drafter and a block inside --additional-config."""
+    block = _json("--spexis", options.spexis) if options.spexis is not None else {}
+    inside = _Given(flags).additional()
+    if CONFIG_KEY in inside:
+        if options.spexis is not None:
+            raise ConfigError("give the spexis block once: --spexis or --additional-config")
+        block = inside[CONFIG_KEY]
+    if options.drafter is not None:
+        if isinstance(block, dict) and "drafter" in block:
+            raise ConfigError("give the drafter once: --drafter or the spexis block")
+        is_method = options.drafter in DRAFTER_KEYS
+        key = "method" if is_method else "model"
+        block = {**block, "drafter": {key: options.drafter}}
+    return block
+
+
+class _Given:
+    """Which flags the user gave, on the command line or in a --config file."""
+
+    def __init__(self, flags: list[str]) -> None:
+        self.flags = flags
+        self.file: dict[str, Any] = {}
+        path = _value(flags, "--config")
+        if path is not None:
+            import yaml
+
+            try:
+                loaded = yaml.safe_load(Path(path).read_text())
+            except (OSError, yaml.YAMLError) as err:
+                raise ConfigError(
+                    f"--config {path} cannot be read: {err}".replace("\n", " ")
+                ) from None
+            if isinstance(loaded, dict):
+                self.file = {str(key).replace("_", "-"): value for key, value in loaded.items()}
+
+    def has(self, *names: str) -> bool:
+        for name in names:
+            if name.lstrip("-") in self.file:
+                return True
+            if any(flag.split("=", 1)[0] == name for flag in self.flags):
+                return True
+        return False
+
+    def additional(self) -> dict[str, Any]:
+        """--additional-config as an object; {} when not given."""
+        if any(flag.startswith(ADDITIONAL + ".") for flag in self.flags):
+            raise ConfigError(f"give {ADDITIONAL} as one JSON object, not as {ADDITIONAL}.KEY")
+        text = _value(self.flags, ADDITIONAL)
+        if text is None:
+            found = self.file.get(ADDITIONAL.lstrip("-"), {})
+            return found if isinstance(found, dict) else _json(ADDITIONAL, str(found))
+        return _json(ADDITIONAL, text)
+
+
+def _dashes(flag: str) -> str:
+    """--pipeline_parallel_size is --pipeline-parallel-size, as in vLLM's own parser."""
+    if not flag.startswith("--"):
+        return flag
+    end = min((i for i in (flag.find("="), flag.find(".")) if i >= 0), default=len(flag))
+    return flag[:end].replace("_", "-") + flag[end:]
+
+
+def _value(flags: list[str], name: str) -> str | None:
+    """Value of `--name value` or `--name=value`, the last one if repeated."""
+    found = None
+    for index, flag in enumerate(flags):
+        if flag == name and index + 1 < len(flags):
+            found = flags[index + 1]
+        elif flag.startswith(name + "="):
+            found = flag.partition("=")[2]
+    return found
+
+
+def _without(flags: list[str], name: str) -> list[str]:
+    """`flags` without `--name value` and `--name=value`."""
+    kept, skip = [], False
+    for flag in flags:
+        if skip:
+            skip = False
+        elif flag == name:
+            skip = True
+        elif not flag.startswith(name + "="):
+            kept.append(flag)
+    return kept
+
+
+def _json(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as err:
+        raise ConfigError(f"{name} is not JSON ({err}): {text}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} is {text}: allowed is a JSON object")
+    return value
+
+
+def _vllm() -> list[str]:
+    """The vllm script of this environment, or the module it runs."""
+    script = Path(sys.executable).parent / "vllm"
+    if script.is_file():
+        return [str(script)]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
+def _shown(environment: dict[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in environment.items()]
+
+
+def _table(options: argparse.Namespace, command: list[str], config: SpexisConfig) -> str:
+    """The resolved configuration, for people."""
+    stages = next((_value(command, flag) for flag in PP_FLAGS if _value(command, flag)), "2")
+    found = platform.vllm_distribution()
+    drafter = config.drafter.to_dict()
+    method = drafter.pop("method")
+    rows = [
+        ("model", options.model or "vLLM's default, or from --config"),
+        ("stages", f"{stages} (the split follows the drafter's exit layer)"),
+        ("drafter", method + "".join(f", {k} {v}" for k, v in drafter.items() if v is not None)),
+        ("steps in flight", config.steps_in_flight or "vLLM's choice"),
+        ("platform", "CPU" if platform.is_cpu() else "CUDA"),
+        ("vLLM", f"{found[0]} {found[1]}" if found else "none"),
+    ]
+    if config.iteration_log:
+        rows.append(("iteration log", config.iteration_log))
+    if config.timeline_log:
+        rows.append(("timeline log", config.timeline_log))
+    if method == "exit" and config.drafter.model is None:
+        rows[2] = ("drafter", "exit, the shipped one made for the model")
+    if not config.drafter.lossless:
+        rows.append(("NOTE", "the synthetic drafter changes the output: for measurements only"))
+    rows.append(("command", shlex.join(command)))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["Spexis", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spexis serve",
+        usage="spexis serve MODEL [--spexis JSON | --drafter NAME] [any vllm serve flag]",
+        description="Run `vllm serve` with Spexis on. Flags that are not listed here go to vLLM "
+        "unchanged (`vllm serve --help=all`).",
+        epilog="The same by hand: vllm serve MODEL --pipeline-parallel-size 2 "
+        "--additional-config '{\"spexis\": {}}'",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help='name or folder; "demo" is the demo model'
+    )
+    parser.add_argument("--spexis", metavar="JSON", help="the spexis block; {} is the default")
+    parser.add_argument(
+        "--drafter",
+        metavar="NAME",
+        help=f"a drafter's folder or shipped name, or a method ({', '.join(DRAFTER_KEYS)})",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command on standard output and stop"
+    )
+    return parser
