@@ -23,7 +23,7 @@ EXIT_ARCHITECTURES = (
 )
 
 SCHEDULER = "spexis.engine.scheduler.SpexisScheduler"
-CPU_WORKER = "spexis.engine.worker.SpexisCPUWorker"
+CPU_WORKER = "spexis.engine.worker_cpu.SpexisCPUWorker"
 CUDA_WORKER = "spexis.engine.worker.SpexisWorker"
 
 _FULL_ATTENTION = ("attention", "full_attention")

@@ -424,3 +424,14 @@ def test_refusals_on_real_configurations(build, spexis, changes, words):
     with pytest.raises(ConfigError) as error:
         build(spexis, **changes)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_classes_named_exist():
+    """By source, since importing the workers binds device libraries."""
+    import importlib.util
+    from pathlib import Path
+
+    for path in (checks.SCHEDULER, checks.CPU_WORKER, checks.CUDA_WORKER):
+        module, _, name = path.rpartition(".")
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and f"class {name}(" in Path(spec.origin).read_text()
