@@ -115,9 +115,7 @@ class SpexisV2Mixin:
         handler = self.pp_handler
         for pending in handler.take_due(self.num_calls - self.num_stages, self.num_ready):
             alive = handler.alive(pending)
-            self.first_stage.apply_verdict(
-                pending.slots, pending.positions, pending.tokens, alive
-            )
+            self.first_stage.apply_verdict(pending.slots, pending.positions, pending.tokens, alive)
             if pending.states is not None:
                 self.spexis_drafter.observe(
                     pending.slots, pending.positions, pending.tokens, alive, pending.states
