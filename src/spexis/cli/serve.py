@@ -202,8 +202,10 @@ def _json(name: str, text: str) -> dict[str, Any]:
 
 
 def _vllm() -> list[str]:
-    """The vllm script of this environment, or the module it runs."""
+    """The vllm command of this environment."""
     script = Path(sys.executable).parent / "vllm"
+    if platform.installed("vllm") is None:
+        return [sys.executable, "-m", "spexis.cli.launch"]  # says why
     if script.is_file():
         return [str(script)]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
