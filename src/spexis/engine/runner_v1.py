@@ -28,7 +28,7 @@ from spexis.config import SpexisConfig
 from spexis.drafters.base import DraftRows, load_drafter
 from spexis.engine.channel import VerdictChannel
 from spexis.engine.timeline import Timeline
-from spexis.engine.verdict import FirstStage, LastStage, Plan, SlotTable
+from spexis.engine.verdict import FirstStage, LastStage, Plan, SlotTable, is_due
 
 SENT_KEYS = ("spexis_positions", "spexis_tokens")  # travel with the hidden states
 
@@ -77,6 +77,7 @@ class SpexisV1Mixin:
         self.first_stage = FirstStage(self.num_slots, self.num_stages, self.device)
         self.last_stage = LastStage(self.num_slots, self.device)
         self.plans: deque[Plan] = deque()
+        self.num_calls = 0  # execute_model calls, empty steps included
         self.num_steps = 0
         self.pending: Pending | None = None
         self.pp_sends: list = []
@@ -142,6 +143,7 @@ class SpexisV1Mixin:
     # ---------------------------------------------------------------- hot path
     @torch.inference_mode()
     def execute_model(self, scheduler_output, intermediate_tensors=None):
+        self.num_calls += 1
         self._update_states(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -196,7 +198,9 @@ class SpexisV1Mixin:
         guesses = self.spexis_drafter.propose(draft_rows)
         self.first_stage.propose(rows.slots, positions, guesses, rows.samples)
         generation = self.slot_table.generation[rows.slots_np].copy()
-        self.plans.append(Plan(self.num_steps, rows.slots_np, generation, rows.slots, positions))
+        self.plans.append(
+            Plan(self.num_calls, self.num_steps, rows.slots_np, generation, rows.slots, positions)
+        )
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output):
@@ -222,14 +226,12 @@ class SpexisV1Mixin:
 
     # ------------------------------------------------------- parts of the step
     def _apply_verdicts(self, num_ready: int) -> None:
-        """Waits for the verdict of step j-N; takes further ones if the engine has seen them.
+        """Waits for the verdict of call j-N; takes further ones if the engine has seen them.
 
-        num_ready: steps whose output the scheduler had when it planned this one. Their
-        verdicts are certainly on their way, so a request that runs at stock cadence (or
-        alone after a pause) continues from the truth.
+        So a request that runs at stock cadence (or alone after a pause) continues from the
+        truth.
         """
-        due = max(self.num_steps - self.num_stages, num_ready)
-        while self.plans and self.plans[0].step <= due:
+        while self.plans and is_due(self.plans[0], self.num_calls, self.num_stages, num_ready):
             plan = self.plans.popleft()
             tokens, states = self.verdicts.receive(len(plan.slots_np))
             alive = self._to_device(plan.generation == self.slot_table.generation[plan.slots_np])

@@ -18,8 +18,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from spexis.config import SpexisConfig
+from spexis.engine.verdict import take_back
 from spexis.observability.counters import SpexisCounters
 from spexis.observability.iteration_log import IterationLog
+from spexis.observability.wire import attach
 
 
 class SpexisScheduler(AsyncScheduler):
@@ -28,10 +30,14 @@ class SpexisScheduler(AsyncScheduler):
         _set_steps_in_flight(vllm_config, self.spexis_config.steps_in_flight)
         super().__init__(vllm_config, *args, **kwargs)
         self.num_stages = self.parallel_config.pipeline_parallel_size
+        # A request that must not run a guess waits for its verdict. Of a row this many calls ago
+        # the worker has it, and the engine core waits for one pending result at most, which is
+        # then that row's (a grammar's state needs the token).
+        self.stock_cadence = max(self.num_stages, vllm_config.max_concurrent_batches - 1)
         self.speculate = self.spexis_config.drafter.method != "none"
         self.num_steps = 0  # non-empty steps scheduled
         self.num_verdicts = 0  # non-empty steps whose output came back
-        self._last_row_step: dict[str, int] = {}  # step of each request's newest row
+        self._last_row_call: dict[str, int] = {}  # schedule() call of each request's newest row
         self._chain_broken: set[str] = set()  # requests whose newest verdict was a discard
         self.counters = SpexisCounters(num_stages=self.num_stages)
         self.iteration_log = IterationLog.open(self.spexis_config.iteration_log)
@@ -50,12 +56,14 @@ class SpexisScheduler(AsyncScheduler):
             if request.is_prefill_chunk:
                 continue
             is_first = request.num_output_placeholders <= 1
-            last_step = self._last_row_step.get(req_id, -self.num_stages)
-            rows[req_id] = not is_first and self.num_steps - last_step < self.num_stages
-            self._last_row_step[req_id] = self.num_steps
+            last_call = self._last_row_call.get(req_id, -self.num_stages)
+            rows[req_id] = not is_first and self.current_step - last_call < self.num_stages
+            self._last_row_call[req_id] = self.current_step
             # A grammar's state follows verified tokens only, so those keep stock cadence.
             wait = not self.speculate or request.use_structured_output
-            request.next_decode_eligible_step = self.current_step + self.num_stages if wait else 0
+            request.next_decode_eligible_step = (
+                self.current_step + self.stock_cadence if wait else 0
+            )
         scheduler_output.spexis_rows = rows
         # Workers may apply verdicts up to here without waiting (runner_v1.py).
         scheduler_output.spexis_num_verdicts = self.num_verdicts
@@ -63,6 +71,7 @@ class SpexisScheduler(AsyncScheduler):
             num_rows=len(scheduler_output.num_scheduled_tokens),
             num_decode_rows=len(rows),
             num_speculative_rows=sum(rows.values()),
+            num_in_flight=self.num_steps - self.num_verdicts,
         )
 
     def _make_cached_request_data(self, *args, **kwargs):
@@ -81,7 +90,7 @@ class SpexisScheduler(AsyncScheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def _forget(self, req_id: str) -> None:
-        self._last_row_step.pop(req_id, None)
+        self._last_row_call.pop(req_id, None)
         self._chain_broken.discard(req_id)
 
     # ----------------------------------------------------------------- output
@@ -93,6 +102,9 @@ class SpexisScheduler(AsyncScheduler):
             self._take_back_discarded(scheduler_output, model_runner_output)
             self.iteration_log.write(self, scheduler_output)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_stats(self, *args, **kwargs):
+        return attach(super().make_stats(*args, **kwargs), self.counters)
 
     def _take_back_discarded(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -116,8 +128,7 @@ class SpexisScheduler(AsyncScheduler):
             self.counters.drafts += req_id not in self._chain_broken
             self._chain_broken.add(req_id)
             self.counters.discarded_rows += 1
-            request.num_computed_tokens -= 1
-            request.num_output_placeholders -= 1
+            take_back(request)
 
     # ------------------------------------------------------------ prefix cache
     def _cache_only_verified_blocks(self) -> None:

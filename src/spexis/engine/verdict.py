@@ -17,6 +17,8 @@ Rules (tests/unit/test_verdict.py removes each one and shows that the text break
    position, and where they differ continues from the true token.
 4. *Generation*: a verdict for a slot that was bound anew since (abort, preemption, reuse)
    is dropped.
+5. *Take back*: the scheduler takes a discarded row's counts back (scheduler.py).
+6. *Due*: the first stage knows at least the verdicts that the scheduler knew (is_due).
 
 Wrong rows leave wrong keys and values behind. They are never read: the true token runs at
 that position later than the wrong one in FIFO order and overwrites them.
@@ -32,6 +34,13 @@ import torch
 
 NO_TOKEN = -1
 NO_POSITION = -(1 << 20)  # far from any position, so that no lag matches
+
+
+def take_back(request) -> None:
+    """Rule 5: a discarded decode row gives back the position and the placeholder that it was
+    scheduled with. request: vLLM's, whose counters no preemption has reset since."""
+    request.num_computed_tokens -= 1
+    request.num_output_placeholders -= 1
 
 
 class SlotTable:
@@ -66,11 +75,22 @@ class SlotTable:
 class Plan:
     """A step whose verdict is pending on the first stage."""
 
-    step: int
+    call: int  # of the worker, empty steps included
+    step: int  # non-empty ones
     slots_np: np.ndarray  # [R]
     generation: np.ndarray  # [R] of the slots when the step ran
     slots: torch.Tensor  # [R] int64
     positions: torch.Tensor  # [R] int64, position that the sampled token will take
+
+
+def is_due(plan: Plan, call: int, num_stages: int, num_ready: int) -> bool:
+    """Rule 6: whether the plan's verdict must be applied before this call runs its rows.
+
+    num_ready: steps whose output the scheduler had when it planned this one. Their verdicts
+    are certainly on their way. Without them the scheduler could have taken a count back that
+    the first stage still holds, and blocks allocated by that count would not suffice.
+    """
+    return plan.call <= call - num_stages or plan.step <= num_ready
 
 
 class FirstStage:
