@@ -38,7 +38,7 @@ class OracleDrafter(Drafter):
     def propose(self, rows: DraftRows) -> torch.Tensor:
         guesses = [
             self._guess(req_id, position)
-            for req_id, position in zip(rows.req_ids, rows.draft_positions.tolist())
+            for req_id, position in zip(rows.req_ids, rows.draft_positions.tolist(), strict=True)
         ]
         return torch.tensor(guesses, dtype=torch.int64, device=rows.draft_positions.device)
 

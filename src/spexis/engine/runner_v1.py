@@ -242,7 +242,7 @@ class SpexisV1Mixin:
     def _send_to_next_stage(self, output: IntermediateTensors, start, token) -> None:
         for handle in self.pp_sends:
             handle.wait()
-        output.tensors.update(zip(SENT_KEYS, (start, token)))
+        output.tensors.update(zip(SENT_KEYS, (start, token), strict=True))
         self.pp_sends = self.pp.isend_tensor_dict(output.tensors, all_gather_group=get_tp_group())
 
     def _prepare_host_inputs(self, rows: StepRows) -> None:
@@ -346,7 +346,7 @@ class SpexisV1Mixin:
     def _runner_output(self, step: Pending, sampled, verdict) -> ModelRunnerOutput:
         batch = self.input_batch
         token_ids: list[list[int]] = []
-        for req_id, token in zip(batch.req_ids, verdict.tolist()):
+        for req_id, token in zip(batch.req_ids, verdict.tolist(), strict=True):
             token_ids.append([token] if token >= 0 else [])
             if token >= 0:
                 self.requests[req_id].output_token_ids.append(token)

@@ -48,8 +48,9 @@ class SpexisV2Mixin:
         self.num_calls = 0  # execute_model calls, empty ones included
         self.num_ready = 0  # steps whose output the scheduler had when it planned this one
         self.num_steps = 0  # non-empty ones of the scheduler's, which numbers them alike
-        self.step = 0  # number of this one, 0 in vLLM's warm-up
+        self.step = 0  # number of this one; 0 in vLLM's warm-up, so that verdicts are due at once
         self.sent: tuple[torch.Tensor, torch.Tensor] | None = None  # positions [R], tokens [R]
+        self.received: IntermediateTensors | None = None
         self.stage_output: IntermediateTensors | None = None
         self.prompts: dict[str, list[int]] = {}
         self._share_request_states()
@@ -105,20 +106,16 @@ class SpexisV2Mixin:
                 self.spexis_drafter.forget(req_id)
 
     def update_pp_decode_requests(self) -> None:
-        """vLLM calls this first in every step; on the first stage, verdicts are applied here.
-
-        Due are those of calls N ago, and those the scheduler has already seen (so that its
-        counts stay upper bounds of ours); vLLM's warm-up steps have number 0, always due.
-        """
+        """vLLM calls this first in every step: here the first stage applies due verdicts."""
         if not self.pp.is_first_rank:
             return
         handler = self.pp_handler
-        for pending in handler.take_due(self.num_calls - self.num_stages, self.num_ready):
-            alive = handler.alive(pending)
-            self.first_stage.apply_verdict(pending.slots, pending.positions, pending.tokens, alive)
-            if pending.states is not None:
+        for due in handler.take_due(self.num_calls, self.num_stages, self.num_ready):
+            plan, alive = due.plan, handler.alive(due.plan)
+            self.first_stage.apply_verdict(plan.slots, plan.positions, due.tokens, alive)
+            if due.states is not None:
                 self.spexis_drafter.observe(
-                    pending.slots, pending.positions, pending.tokens, alive, pending.states
+                    plan.slots, plan.positions, due.tokens, alive, due.states
                 )
 
     # ---------------------------------------------------------------- hot path
@@ -127,13 +124,9 @@ class SpexisV2Mixin:
         self, scheduler_output, intermediate_tensors=None, dummy_run=False, *args, **kwargs
     ):
         self.sent = self.stage_output = None
+        self.received = intermediate_tensors
         if not dummy_run:
             self._count(scheduler_output)
-            if intermediate_tensors is not None:
-                self.sent = (
-                    intermediate_tensors[SENT_POSITIONS],
-                    intermediate_tensors[SENT_TOKENS],
-                )
         output = super().execute_model(
             scheduler_output, intermediate_tensors, dummy_run, *args, **kwargs
         )
@@ -147,6 +140,11 @@ class SpexisV2Mixin:
             {**output.tensors, SENT_POSITIONS: positions, SENT_TOKENS: tokens}
         )
 
+    def _received_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions [R] and tokens [R] that came along; waits for them, so call it late."""
+        tensors = self.received.tensors
+        return tensors[SENT_POSITIONS], tensors[SENT_TOKENS]
+
     def _count(self, scheduler_output) -> None:
         self.num_calls += 1
         num_ready = getattr(scheduler_output, "spexis_num_verdicts", None)
@@ -157,8 +155,9 @@ class SpexisV2Mixin:
         self.step, self.num_ready = self.num_steps, num_ready
 
     def prepare_inputs(self, scheduler_output, batch_req_state, *args, **kwargs):
-        if self.sent is not None and not self.pp.is_last_rank:
+        if not (self.pp.is_first_rank or self.pp.is_last_rank):
             # A middle stage learns of restarts from the rows themselves.
+            self.sent = self._received_rows()
             slots = async_tensor_h2d(
                 batch_req_state.idx_mapping_np, device=self.device, dtype=torch.int64
             )
@@ -176,9 +175,9 @@ class SpexisV2Mixin:
             positions = batch.seq_lens[: batch.num_reqs].clone()  # of the guesses; int32
             guesses = self._draft(positions)
             # Rows inside a prompt advance by their chunk; their guess is never looked at.
-            everyone = self.pp_handler.all_alive[: batch.num_reqs]
+            everyone = self.pp_handler.all_rows[: batch.num_reqs]
             self.first_stage.propose(batch.idx_mapping, positions, guesses, everyone)
-            self.pp_handler.plan = self.num_calls, self.step, positions
+            self.pp_handler.make_plan(batch, self.num_calls, self.step, positions)
         return super().sample_tokens(grammar_output)
 
     def _draft(
@@ -218,7 +217,7 @@ class SpexisV2Mixin:
         output, num_sampled, num_rejected = super().sample(
             hidden_states, input_batch, grammar_output
         )
-        positions, tokens = self.sent
+        positions, tokens = self._received_rows()
         slots, states = input_batch.idx_mapping, self.req_states
         is_prefill = states.num_computed_tokens.gpu[slots] < states.prefill_len.gpu[slots]
         samples = num_sampled > 0

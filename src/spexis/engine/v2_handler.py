@@ -16,29 +16,24 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pp_utils import PPHandler, compute_need_sampled_mask
 
-from spexis.engine.verdict import NO_TOKEN
+from spexis.engine.verdict import NO_TOKEN, Plan, is_due
 
 
 @dataclass(slots=True)
 class PendingVerdict:
-    """A step whose verdict is on its way to the first stage."""
+    """A step's plan with its verdict, which is on its way to the first stage."""
 
-    call: int  # execute_model calls of this worker, empty ones included
-    step: int  # non-empty steps of the scheduler, 0 for vLLM's warm-up steps
+    plan: Plan
     event: torch.cuda.Event  # recorded once the tensors below are filled
     tokens: torch.Tensor  # [R] int64, true token or NO_TOKEN
     states: torch.Tensor | None  # [R, H]
-    slots: torch.Tensor  # [R] int64
-    slots_np: np.ndarray  # [R]
-    generation: np.ndarray  # [R] of the slots when the step ran
-    positions: torch.Tensor  # [R] int32, position of the verdict's token
 
 
 class VerdictHandler(PPHandler):
@@ -53,9 +48,9 @@ class VerdictHandler(PPHandler):
         handler.is_first_rank = get_pp_group().is_first_rank
         handler.state_size, handler.state_dtype = state_size, state_dtype
         handler.pending = deque()
-        handler.all_alive = torch.ones(num_slots, dtype=torch.bool, device=handler.device)
+        handler.all_rows = torch.ones(num_slots, dtype=torch.bool, device=handler.device)
         handler.states = None  # [R, H] set by the last stage before broadcast()
-        handler.plan = None  # (call, step, positions) set by the first stage before receive()
+        handler.plan = None  # set by the first stage before receive()
         return handler
 
     # -------------------------------------------------------------- last stage
@@ -101,34 +96,33 @@ class VerdictHandler(PPHandler):
                 states.record_stream(self.main_stream)
             event = self.broadcast_stream.record_event()
         if self.is_first_rank:
-            call, step, positions = self.plan
-            slots_np = input_batch.idx_mapping_np
-            self.pending.append(
-                PendingVerdict(
-                    call=call,
-                    step=step,
-                    event=event,
-                    tokens=tokens,
-                    states=states,
-                    slots=input_batch.idx_mapping,
-                    slots_np=slots_np,
-                    generation=self.req_idx_gen_np[slots_np],
-                    positions=positions,
-                )
-            )
+            self.pending.append(PendingVerdict(self.plan, event, tokens, states))
         return bool(needed.all())
 
-    def take_due(self, call: int, step: int) -> Iterator[PendingVerdict]:
-        """Verdicts of calls up to `call` or steps up to `step`, oldest first, once filled."""
-        while self.pending and (self.pending[0].call <= call or self.pending[0].step <= step):
+    # ------------------------------------------------------------- first stage
+    def make_plan(
+        self,
+        input_batch: InputBatch,
+        call: int,
+        step: int,
+        positions: torch.Tensor,  # [R] of the tokens that the step samples
+    ) -> None:
+        """What the next receive() belongs to."""
+        slots_np = input_batch.idx_mapping_np
+        generation = self.req_idx_gen_np[slots_np]
+        self.plan = Plan(call, step, slots_np, generation, input_batch.idx_mapping, positions)
+
+    def take_due(self, call: int, num_stages: int, num_ready: int) -> Iterator[PendingVerdict]:
+        """The verdicts to apply before this call runs (rule 6), oldest first, once filled."""
+        while self.pending and is_due(self.pending[0].plan, call, num_stages, num_ready):
             pending = self.pending.popleft()
             if pending.event is not None:  # the CPU stand-in for streams records none
                 self.main_stream.wait_event(pending.event)
             yield pending
 
-    def alive(self, pending: PendingVerdict) -> torch.Tensor:
+    def alive(self, plan: Plan) -> torch.Tensor:
         """[R] bool: the slot still belongs to the request that ran (rule 4)."""
-        same = self.req_idx_gen_np[pending.slots_np] == pending.generation
+        same = self.req_idx_gen_np[plan.slots_np] == plan.generation
         if same.all():
-            return self.all_alive[: len(same)]
-        return torch.from_numpy(same).to(self.device, non_blocking=True)
+            return self.all_rows[: len(same)]
+        return async_tensor_h2d(same, device=self.device)

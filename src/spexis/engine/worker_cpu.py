@@ -5,9 +5,13 @@ Apart from worker.py because importing vLLM's CPU worker binds CPU libraries. Th
 hard-codes its runner class, so the class is swapped once init_device() has built it.
 """
 
+import os
+from types import SimpleNamespace
+
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from spexis.engine.timeline import STOCK_TIMELINE_ENV, Timeline
 from spexis.engine.worker import with_spexis
 
 
@@ -35,3 +39,28 @@ class StockCPUWorker(CPUWorker):
                 dtype=runner.model_config.dtype,
                 device=runner.device,
             )
+        if path := os.environ.get(STOCK_TIMELINE_ENV):
+            _record_stock_steps(runner, Timeline.open(path, get_pp_group().rank_in_group))
+
+
+def _record_stock_steps(runner, timeline: Timeline) -> None:
+    """Times the stock runner's two calls per step, for the demo's picture of stock stages."""
+    execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
+    step = 0
+
+    def timed_execute_model(scheduler_output, *args, **kwargs):
+        nonlocal step
+        if not scheduler_output.total_num_scheduled_tokens:
+            return execute_model(scheduler_output, *args, **kwargs)
+        step += 1
+        rows = SimpleNamespace(req_ids=list(scheduler_output.num_scheduled_tokens))
+        with timeline.busy(step, rows):
+            return execute_model(scheduler_output, *args, **kwargs)
+
+    def timed_sample_tokens(*args, **kwargs):
+        if runner.execute_model_state is None:
+            return sample_tokens(*args, **kwargs)
+        with timeline.busy(step, SimpleNamespace(req_ids=["-"]), part="sample"):
+            return sample_tokens(*args, **kwargs)
+
+    runner.execute_model, runner.sample_tokens = timed_execute_model, timed_sample_tokens

@@ -9,13 +9,16 @@ drafters/exit/module.py; a test compares the two.
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -95,9 +98,7 @@ class _AttentionLayer(nn.Module):
                 loaded = weights[f"{prefix}.{shard}_proj.{kind}"]
                 parameter.weight_loader(parameter, loaded.to(parameter.dtype), shard)
         parameter = self.o_proj.weight
-        parameter.weight_loader(
-            parameter, weights[f"{prefix}.o_proj.weight"].to(parameter.dtype)
-        )
+        parameter.weight_loader(parameter, weights[f"{prefix}.o_proj.weight"].to(parameter.dtype))
         if self.q_norm is not None:
             self.q_norm.weight.data.copy_(weights[f"{prefix}.q_norm.weight"])
             self.k_norm.weight.data.copy_(weights[f"{prefix}.k_norm.weight"])
@@ -116,8 +117,8 @@ class EngineExitDrafter(nn.Module, Drafter):
             torch.device(runner.device),
         ):
             drafter = cls(exit_config, config, runner)
-        if runner.pp.is_first_rank:
-            drafter._load_weights(load_file(f"{folder}/model.safetensors"), runner)
+            if runner.pp.is_first_rank:
+                drafter._load_weights(exit_config.load_tensors(folder), runner)
         return drafter.eval()
 
     def __init__(self, exit_config: ExitConfig, config: DrafterConfig, runner):
@@ -157,8 +158,9 @@ class EngineExitDrafter(nn.Module, Drafter):
             self.state_projections = [tensor(f"state_{lag}.weight") for lag in STATE_LAGS]
         for i, layer in enumerate(self.layers):
             layer.load(weights, f"layers.{i}")
-        process_weights_after_loading(self, runner.model_config, torch.device(device))
         self._load_head(weights, runner)
+        # Lets vLLM repack the linear layers for the device's kernels.
+        process_weights_after_loading(self, runner.model_config, torch.device(device))
 
     def _load_head(self, weights: dict[str, torch.Tensor], runner) -> None:
         """This rank's share of the draft vocabulary: head rows [V', H] and their token ids."""
@@ -169,12 +171,15 @@ class EngineExitDrafter(nn.Module, Drafter):
             shard = embedding.shard_indices
             begin, end = shard.org_vocab_start_index, shard.org_vocab_end_index
             ids = ids[(ids >= begin) & (ids < end)].to(runner.device)
-            self.head = embedding.weight.data[ids - begin].contiguous()
+            head = embedding.weight.data[ids - begin]
         else:
             rows = slice(tp.rank_in_group, None, tp.world_size)
             ids = ids[rows].to(runner.device)
             head = weights["lm_head.weight"][: self.draft_vocab_size][rows]
-            self.head = head.to(device=runner.device, dtype=runner.model_config.dtype)
+        # Each rank's share is a plain linear layer: shares differ in length, so no vLLM
+        # parallel layer fits, and propose() gathers only the best of each.
+        self.head = ReplicatedLinear(head.shape[1], head.shape[0], bias=False, prefix="head")
+        self.head.weight.data.copy_(head)
         self.head_ids = ids
 
     # ---------------------------------------------------------------- hot path
@@ -184,7 +189,7 @@ class EngineExitDrafter(nn.Module, Drafter):
             self._add_states(x, rows)
         for layer in self.layers:
             x = layer(rows.token_positions, x)
-        logits = F.linear(self.norm_out(x[rows.last]), self.head)  # [R, V']
+        logits, _ = self.head(self.norm_out(x[rows.last]))  # [R, V']
         best, index = logits.max(dim=-1)
         guess = self.head_ids[index]
         tp = get_tp_group()
@@ -198,7 +203,7 @@ class EngineExitDrafter(nn.Module, Drafter):
         """Adds the newest final state of each decode row's request, projected by its age."""
         lag = rows.start - self.state_positions[rows.slots]  # [R]
         states = self.states[rows.slots]
-        for wanted, projection in zip(STATE_LAGS, self.state_projections):
+        for wanted, projection in zip(STATE_LAGS, self.state_projections, strict=True):
             use = (lag == wanted) & ~rows.is_prefill
             x.index_add_(0, rows.last, F.linear(states, projection) * use.unsqueeze(1))
 
