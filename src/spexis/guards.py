@@ -62,6 +62,20 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
             "num_new_tokens",
         ),
     },
+    "runner_v1": {
+        f"vllm.v1.worker.gpu_model_runner:GPUModelRunner.{name}": ("self", *parameters)
+        for name, parameters in {
+            "execute_model": ("scheduler_output", "intermediate_tensors"),
+            "sample_tokens": ("grammar_output",),
+            "_update_states": ("scheduler_output",),
+            "_determine_batch_execution_and_padding": ("num_tokens", "num_reqs"),
+            "_get_slot_mappings": ("num_tokens_padded", "num_reqs_padded", "num_tokens_unpadded"),
+            "_build_attention_metadata": ("num_tokens", "num_reqs", "max_query_len"),
+            "_model_forward": ("input_ids", "positions", "intermediate_tensors"),
+            "_get_cumsum_and_arange": ("num_tokens",),
+            "_get_prompt_logprobs_dict": ("hidden_states", "num_scheduled_tokens"),
+        }.items()
+    },
 }
 
 

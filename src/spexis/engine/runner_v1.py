@@ -29,6 +29,7 @@ from spexis.drafters.base import DraftRows, load_drafter
 from spexis.engine.channel import VerdictChannel
 from spexis.engine.timeline import Timeline
 from spexis.engine.verdict import FirstStage, LastStage, Plan, SlotTable, is_due
+from spexis.guards import check_sources
 
 SENT_KEYS = ("spexis_positions", "spexis_tokens")  # travel with the hidden states
 
@@ -68,6 +69,7 @@ class SpexisV1Mixin:
 
     # ------------------------------------------------------------------ set-up
     def init_spexis(self) -> None:
+        check_sources("runner_v1")
         self.spexis_config = SpexisConfig.from_vllm(self.vllm_config)
         self.pp = get_pp_group()
         self.num_stages = self.pp.world_size

@@ -19,6 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from spexis.config import SpexisConfig
 from spexis.engine.verdict import take_back
+from spexis.guards import check_sources
 from spexis.observability.counters import SpexisCounters
 from spexis.observability.iteration_log import IterationLog
 from spexis.observability.wire import attach
@@ -26,6 +27,7 @@ from spexis.observability.wire import attach
 
 class SpexisScheduler(AsyncScheduler):
     def __init__(self, vllm_config, *args, **kwargs):
+        check_sources("scheduler")
         self.spexis_config = SpexisConfig.from_vllm(vllm_config)
         _set_steps_in_flight(vllm_config, self.spexis_config.steps_in_flight)
         super().__init__(vllm_config, *args, **kwargs)
