@@ -36,32 +36,56 @@ STAGES = (2, 3, 4)
 
 
 # ------------------------------------------------------------------ histories
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The pipeline that a group of histories shares."""
+
+    seed: int
+    num_stages: int
+    more_in_flight: int = 0  # steps in flight beyond one a stage
+    stall: float = 0.0
+    eager: float = 0.7
+
+
+def random_setting(seed: int) -> Setting:
+    r = Random(seed)
+    num_stages = r.choice(STAGES)
+    return Setting(
+        seed=seed,
+        num_stages=num_stages,
+        more_in_flight=r.choice((0, 0, 1, num_stages)),
+        stall=r.choice((0.0, 0.3)),
+        eager=r.choice((0.3, 0.7, 1.0)),
+    )
+
+
 def run_group(
     histories: list[History],
-    seed: int,
-    num_stages: int | None = None,
+    setting: Setting,
     rules: SimpleNamespace = RULES,
     max_calls: int = 20_000,
 ) -> Pipeline:
     """Runs the histories in one pipeline; raises BrokenError (or what the fault causes)."""
-    r = Random(seed)
-    num_stages = num_stages or r.choice(STAGES)
-    in_flight = num_stages + r.choice((0, 0, 1, num_stages))
-    group = Group(histories, num_stages, in_flight, rules)
-    pipeline = Pipeline(
-        num_stages=num_stages,
+    pipeline = build(histories, setting, rules)
+    pipeline.run(max_calls)
+    return pipeline
+
+
+def build(histories: list[History], setting: Setting, rules: SimpleNamespace = RULES) -> Pipeline:
+    in_flight = setting.num_stages + setting.more_in_flight
+    group = Group(histories, setting.num_stages, in_flight, rules)
+    return Pipeline(
+        num_stages=setting.num_stages,
         steps_in_flight=in_flight,
         scheduler=group,
         num_slots=group.num_slots,
         num_blocks=group.num_blocks,
         block_size=histories[0].block_size,
-        seed=seed,
-        stall=r.choice((0.0, 0.3)),
-        eager=r.choice((0.3, 0.7, 1.0)),
+        seed=setting.seed,
+        stall=setting.stall,
+        eager=setting.eager,
         rules=rules,
     )
-    pipeline.run(max_calls)
-    return pipeline
 
 
 def group_of(seed: int, size: int = GROUP) -> list[History]:
@@ -73,7 +97,7 @@ def failures_of(seed: int, size: int = GROUP) -> list[str]:
     histories, failures = group_of(seed, size), []
     while histories:
         try:
-            run_group(histories, seed)
+            run_group(histories, random_setting(seed))
             return failures
         except Exception as error:
             model = getattr(error, "model", None)
@@ -198,7 +222,7 @@ def breaks(rules: SimpleNamespace, max_groups: int = 60, size: int = 6) -> str |
     """The first failure that these rules lead to, None if there is none."""
     for seed in range(max_groups):
         try:
-            run_group(group_of(seed, size), seed, rules=rules, max_calls=5_000)
+            run_group(group_of(seed, size), random_setting(seed), rules, max_calls=5_000)
         except (BrokenError, IndexError, KeyError, AssertionError) as error:
             return f"group {seed}: {error!r}"
     return None
@@ -242,18 +266,7 @@ def measure_rate(
         )
         for seed in range(num_requests)
     ]
-    group = Group(histories, num_stages, num_stages)
-    pipeline = Pipeline(
-        num_stages=num_stages,
-        steps_in_flight=num_stages,
-        scheduler=group,
-        num_slots=group.num_slots,
-        num_blocks=group.num_blocks,
-        block_size=16,
-        seed=0,
-        stall=0.0,
-        eager=1.0,
-    )
+    pipeline = build(histories, Setting(seed=0, num_stages=num_stages, eager=1.0))
     before = (0, 0)
     for _ in pipeline.calls():
         if pipeline.num_judged == warm_up:

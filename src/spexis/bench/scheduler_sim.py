@@ -89,11 +89,18 @@ class Request:
 class MirrorScheduler:
     """One history."""
 
-    def __init__(self, history: History, first_block: int, num_stages: int, in_flight: int, rules):
-        self.h, self.rules = history, rules
+    def __init__(
+        self,
+        name: str,  # unlike any other in the group
+        history: History,
+        first_block: int,
+        stock_cadence: int,
+        rules,
+    ):
+        self.name, self.h, self.rules = name, history, rules
         self.random = Random(history.seed)
         self.target = Target(history.seed, history.vocab_size, history.acceptance)
-        self.cadence = max(num_stages, in_flight - 1)
+        self.stock_cadence = stock_cadence
         self.free = [first_block + i for i in range(history.num_blocks)]
         self.blocks = frozenset(self.free)
         self.requests: dict[str, Request] = {}
@@ -119,7 +126,7 @@ class MirrorScheduler:
             self.num_aborts += 1
 
     def _arrive(self) -> None:
-        r, h, req_id = self.random, self.h, f"{self.h.seed}.{self.num_arrived}"
+        r, h, req_id = self.random, self.h, f"{self.name}.{self.num_arrived}"
         prompt = [r.randrange(h.vocab_size) for _ in range(r.randrange(1, h.max_prompt + 1))]
         stop = {r.randrange(h.vocab_size)} if r.random() < h.stop else set()
         length = r.randrange(h.min_tokens, h.max_tokens + 1)
@@ -244,7 +251,7 @@ class MirrorScheduler:
         if not request.is_prefill_chunk:
             request.num_output_placeholders += 1
             if request.stock:
-                request.next_decode_eligible_step = step.call + self.cadence
+                request.next_decode_eligible_step = step.call + self.stock_cadence
         step.rows.append(
             Row(
                 request.id,
@@ -302,8 +309,9 @@ class Group:
     def __init__(self, histories: list[History], num_stages: int, in_flight: int, rules=RULES):
         self.members: list[MirrorScheduler] = []
         first_block = 0
-        for history in histories:
-            self.members.append(MirrorScheduler(history, first_block, num_stages, in_flight, rules))
+        cadence = max(num_stages, in_flight - 1)
+        for i, history in enumerate(histories):
+            self.members.append(MirrorScheduler(str(i), history, first_block, cadence, rules))
             first_block += history.num_blocks
         self.by_target = {id(m.target): m for m in self.members}
         self.num_blocks = first_block
