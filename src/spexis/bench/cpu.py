@@ -51,7 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             {
                 "pp": EngineSpec(model=model, stages=2, options=_OPTIONS),
                 "sp": EngineSpec(
-                    model=model, stages=2, drafter={"method": "exit"}, options=_OPTIONS
+                    model=model,
+                    stages=2,
+                    drafter={"method": "exit", "model": args.drafter},
+                    options=_OPTIONS,
                 ),
             },
             prompts,
@@ -79,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--data", help="Spec-Bench style JSONL to take the prompts from")
+    parser.add_argument("--drafter", help="exit drafter folder (default: the shipped one)")
     parser.add_argument("--demo-only", action="store_true", help="part 1 only")
     parser.add_argument("--output", help="write everything to this JSON file")
     return parser

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = load_prompts(args.prompts, args.data)
     token_ids = chat_token_ids(model, prompts)
     with tempfile.TemporaryDirectory() as folder:
-        runs, traces, starts = _run(model, token_ids, args.max_tokens, folder)
+        runs, traces, starts = _run(_specs(model, args.drafter), token_ids, args.max_tokens, folder)
     stock, spexis = runs
     equal = [a.token_ids == b.token_ids for a, b in zip(stock, spexis, strict=True)]
     result = {
@@ -69,30 +69,32 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=6, help="how many (default 6)")
     parser.add_argument("--max-tokens", type=int, default=64, help="answer length (default 64)")
     parser.add_argument("--data", help="Spec-Bench style JSONL to take the prompts from")
+    parser.add_argument("--drafter", help="exit drafter folder (default: the shipped one)")
     parser.add_argument(
         "--picture", default="spexis-timeline.svg", help="SVG or PNG of the stages ('' for none)"
     )
     return parser
 
 
-def _specs(model: str) -> list[tuple[str, EngineSpec]]:
+def _specs(model: str, folder: str | None) -> list[tuple[str, EngineSpec]]:
     options = {"max_model_len": 1024, "max_num_seqs": 4}
+    drafter = {"method": "exit", "model": folder}
     return [
         ("stock vLLM, PP=2", EngineSpec(model=model, stages=NUM_STAGES, options=options)),
         (
             "Spexis, PP=2",
-            EngineSpec(model=model, stages=NUM_STAGES, drafter={"method": "exit"}, options=options),
+            EngineSpec(model=model, stages=NUM_STAGES, drafter=drafter, options=options),
         ),
     ]
 
 
 def _run(
-    model: str, prompts: list[list[int]], max_tokens: int, folder: str
+    specs: list[tuple[str, EngineSpec]], prompts: list[list[int]], max_tokens: int, folder: str
 ) -> tuple[list[list[Generated]], list[tuple[str, timeline.Trace]], dict[str, float]]:
     from tqdm import tqdm
 
     runs, traces, starts = [], [], {}
-    for i, (title, spec) in enumerate(_specs(model)):
+    for i, (title, spec) in enumerate(specs):
         print(f"{title}: starting the engine ...", file=sys.stderr, flush=True)
         engine = LiveEngine(spec, timeline_log=f"{folder}/{i}")
         with engine:
