@@ -229,6 +229,7 @@ class Trainer:
                     self.write("eval", self.evaluate_holdout())
                 if time.monotonic() - saved > o.checkpoint_every_seconds:
                     self.save_checkpoint()
+                    self.export(self.out / "drafters")
                     saved = time.monotonic()
             else:
                 self.epoch += 1

@@ -102,7 +102,7 @@ class ExitDrafter(nn.Module):
             seen_1 = shift(self.state_1(final), 1) * (lag == LAG_1).unsqueeze(-1)
             seen_2 = shift(self.state_2(final), 2) * (lag == LAG_2).unsqueeze(-1)
             x = x + seen_1 + seen_2
-        rope = rope_table(self.config, h.shape[1], h.device, x.dtype)
+        rope = rope_table(self.config, h.shape[1], h.device)
         for layer in self.layers:
             x = layer(x, rope)
         return self.norm_out(x)
@@ -161,17 +161,17 @@ def shift(x: torch.Tensor, lag: int) -> torch.Tensor:
 
 
 def rope_table(
-    config: ExitConfig, length: int, device: torch.device, dtype: torch.dtype
+    config: ExitConfig, length: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin for positions 0..length-1, each [length, head_dim], in halves (NeoX style)."""
+    """cos and sin for positions 0..length-1, each [length, head_dim] float32, NeoX halves."""
     half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
     inverse = config.rope_parameters["rope_theta"] ** (-half / config.head_dim)
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), inverse)
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding. x: [batch, heads, length, head_dim]."""
+    """Rotary embedding in float32. x: [batch, heads, length, head_dim]."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
