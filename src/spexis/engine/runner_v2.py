@@ -114,9 +114,8 @@ class SpexisV2Mixin:
             plan, alive = due.plan, handler.alive(due.plan)
             self.first_stage.apply_verdict(plan.slots, plan.positions, due.tokens, alive)
             if due.states is not None:
-                self.spexis_drafter.observe(
-                    plan.slots, plan.positions, due.tokens, alive, due.states
-                )
+                positions = plan.positions.to(torch.int64)
+                self.spexis_drafter.observe(plan.slots, positions, due.tokens, alive, due.states)
 
     # ---------------------------------------------------------------- hot path
     @torch.inference_mode()
