@@ -11,7 +11,7 @@ purpose may be shorter than the stock answer, of which they must be a prefix.
 
 from __future__ import annotations
 
-from spexis.bench.scenarios import Scenario
+from spexis.bench.scenario import Scenario
 
 LOGPROB_TOLERANCE = 1e-4
 

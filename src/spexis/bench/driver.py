@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from spexis.bench.engines import EngineSpec, Work, build_llm
-from spexis.bench.scenarios import SCENARIOS, Context, Request
+from spexis.bench.scenario import Context, Request
+from spexis.bench.scenarios import SCENARIOS
 
 
 def serve(
@@ -28,9 +29,8 @@ def serve(
     is_stock = spec.drafter is None
     own: dict[str, dict] = {}
     for item in work:
-        if item.oracle is not None and not is_stock:
-            llm.collective_rpc(set_oracle, args=(item.oracle,))
-            llm.reset_prefix_cache()
+        for what, argument in (item.prepare or {}).items():
+            llm.collective_rpc(PREPARE[what], args=(argument,))
         context = Context(
             tokenizer=None if llm.model_config.skip_tokenizer_init else llm.get_tokenizer(),
             vocab_size=llm.model_config.get_vocab_size(),
@@ -128,21 +128,28 @@ def _drain(llm) -> None:
 
 def _flush(llm, context: Context) -> None:
     """One more request, so that the workers hear that the ones before it ended."""
-    from spexis.bench.scenarios import greedy
+    from spexis.bench.scenario import greedy
 
     request = Request(prompt=context.prompt("flush", 0, 8), params=greedy(1))
     drive(llm, [request], {}, False, lambda **event: None, "flush")
     _drain(llm)
 
 
-def set_oracle(worker, oracle: dict) -> None:
-    """Runs in a worker: another reference and acceptance, as if the engine had started with it."""
+def set_drafter(worker, block: dict) -> None:
+    """Runs in a worker: an oracle or synthetic drafter, as if the engine had started with it."""
     from spexis.config import DrafterConfig
-    from spexis.drafters.oracle import OracleDrafter
+    from spexis.drafters.base import load_drafter
 
     runner = worker.model_runner
-    if getattr(runner, "spexis_drafter", None) is not None:
-        runner.spexis_drafter = OracleDrafter(DrafterConfig(method="oracle", **oracle), runner)
+    runner.spexis_drafter = load_drafter(DrafterConfig.from_dict(block), runner)
+
+
+def trust_guesses(worker, argument: dict) -> None:
+    """Runs in a worker: takes rule 1 away, so that wrong guesses count. Comparisons must notice."""
+    worker.model_runner.last_stage.judge = lambda slots, start, tokens, is_prefill, samples: samples
+
+
+PREPARE = {"drafter": set_drafter, "trust_guesses": trust_guesses}
 
 
 def count_slots(worker) -> int:

@@ -70,8 +70,9 @@ class Work:
     size: int = 12
     rows: list[dict] | None = None
     """[{"prompt_token_ids": [...], "params": {SamplingParams}}] instead of a scenario."""
-    oracle: dict | None = None
-    """Before it: {"reference": path, "acceptance": p} for the oracle, and an empty prefix cache."""
+    prepare: dict | None = None
+    """{"drafter": block} or {"trust_guesses": {}}: what driver.PREPARE does to the workers first.
+    Another drafter this way saves the start of another engine."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -183,6 +184,28 @@ def _tail(log, num_lines: int = 25) -> str:
     return "".join(log.readlines()[-num_lines:])
 
 
+def write_oracle_file(path: Path, *results: dict[str, dict]) -> str:
+    """What the oracle drafter reads: the answers of stock runs, by prompt.
+
+    Where a prompt was answered more than once (penalties, seeds), the first answer counts, and a
+    longer one that goes on from it.
+    """
+    answers: dict[tuple[int, ...], list[int]] = {}
+    rows = (row for run in results for result in run.values() for row in result["rows"])
+    for row in rows:
+        prompt = tuple(row["prompt_token_ids"])
+        for output in row["outputs"][:1]:
+            tokens, known = output["token_ids"], answers.get(prompt, [])
+            if tokens[: len(known)] == known:
+                answers[prompt] = tokens
+    lines = (
+        json.dumps({"prompt_token_ids": prompt, "token_ids": tokens})
+        for prompt, tokens in answers.items()
+    )
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
 # -- nothing is left behind ------------------------------------------------------------------------
 
 _groups: set[int] = set()  # process groups of children that may be alive
@@ -196,8 +219,8 @@ def _kill_group(process: subprocess.Popen) -> None:
     _groups.discard(process.pid)
 
 
-def kill_on_signals() -> None:
-    """For commands: on SIGTERM, SIGINT or SIGHUP kill the engines first, then end."""
+def kill_on_signals(numbers=(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) -> None:
+    """For commands: on these signals kill the engines first, then end."""
 
     def stop(number, frame):
         for group in list(_groups):
@@ -205,7 +228,7 @@ def kill_on_signals() -> None:
                 os.killpg(group, signal.SIGKILL)
         os._exit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in numbers:
         signal.signal(number, stop)
 
 

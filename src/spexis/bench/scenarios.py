@@ -5,10 +5,8 @@
     SCENARIOS["stop_strings"].check(result)       -> ["no request stopped at a string", ...]
 
 build() runs inside an engine's process (spexis.bench.engines), once for the stock engine and once
-for the engine under test, and must give the same requests there: everything follows from names and
-numbers, and what depends on an earlier answer takes it from the *stock* engine's results. check()
-says whether the scenario happened at all: a comparison of runs that never stopped, never preempted
-or never aborted proves nothing.
+for the engine under test. check() says whether the scenario happened at all: a comparison of runs
+that never stopped, never preempted or never aborted proves nothing.
 """
 
 from __future__ import annotations
@@ -16,132 +14,22 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+
+from spexis.bench.scenario import (
+    SCENARIOS,
+    Context,
+    Request,
+    greedy,
+    lengths,
+    outputs,
+    scenario,
+    seeded,
+    some,
+    stopped_at,
+)
 
 
-@dataclass(kw_only=True, slots=True)
-class Request:
-    """One request; steps are calls of the engine's step()."""
-
-    prompt: list[int]
-    params: Any  # SamplingParams
-    arrive: int = 0
-    """Steps after the scenario began."""
-    abort: int | None = None
-    """Steps after its arrival. The stock engine lets it finish: partial answers are prefixes."""
-    priority: int = 0
-
-
-@dataclass(kw_only=True, slots=True)
-class Context:
-    """What a scenario may know of the engine."""
-
-    tokenizer: Any
-    vocab_size: int
-    max_model_len: int
-    block_size: int
-    chat: bool
-    """The model answers questions, so prompts are text; else they are random tokens."""
-    size: int
-    """Number of requests wanted."""
-    previous: dict[str, dict] = field(default_factory=dict)
-    """Results of earlier scenarios on the stock engine."""
-    _plain: list[int] = field(default_factory=list)
-
-    def prompt(self, name: str, index: int, length: int = 24) -> list[int]:
-        """About `length` tokens (exactly, for random tokens), different for each (name, index)."""
-        if not self.chat:
-            rng = random.Random(f"{name}/{index}")
-            return rng.choices(self._plain_tokens(), k=length)
-        filler = "The quick brown fox jumps over the lazy dog. " * max(0, (length - 45) // 10)
-        topic = _TOPICS[index % len(_TOPICS)]
-        text = f"{filler}Write a short story about {topic}, number {index} of {name}."
-        return self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-
-    def _plain_tokens(self) -> list[int]:
-        """Tokens of ASCII text: behind half a character, vLLM's detokenizer repeats the prompt."""
-        if self.tokenizer is None:
-            return list(range(1, self.vocab_size))
-        if not self._plain:
-            texts = ((i, self.tokenizer.decode([i])) for i in range(1, self.vocab_size))
-            self._plain.extend(i for i, text in texts if text.isascii())
-        return self._plain
-
-    def base_answer(self, index: int) -> tuple[list[int], list[int], str]:
-        """Prompt, answer and text of a request of scenario `base` on the stock engine."""
-        row = self.previous["base"]["rows"][index % len(self.previous["base"]["rows"])]
-        output = row["outputs"][0]
-        return row["prompt_token_ids"], output["token_ids"], output["text"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scenario:
-    name: str
-    build: Callable[[Context], list[Request]]
-    check: Callable[[dict], list[str]]
-    actions: dict[int, str] = field(default_factory=dict)
-    """Step -> what to do to the engine under test then."""
-    same_cached_tokens: bool = False
-    """The number of prompt tokens found in the prefix cache must equal the stock engine's."""
-
-
-SCENARIOS: dict[str, Scenario] = {}
-
-
-def scenario(check: Callable[[dict], list[str]] = lambda result: [], **options: Any):
-    def add(build: Callable[[Context], list[Request]]):
-        name = build.__name__
-        SCENARIOS[name] = Scenario(name=name, build=build, check=check, **options)
-        return build
-
-    return add
-
-
-def greedy(max_tokens: int = 40, **options: Any):
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
-
-
-def seeded(seed: int, max_tokens: int = 40, **options: Any):
-    from vllm import SamplingParams
-
-    options.setdefault("temperature", 0.8)
-    return SamplingParams(seed=seed, max_tokens=max_tokens, **options)
-
-
-# -- checks ----------------------------------------------------------------------------------------
-
-
-def _outputs(result: dict) -> list[dict]:
-    return [output for row in result["rows"] for output in row["outputs"]]
-
-
-def _some(result: dict, what: str, test: Callable[[dict], bool], at_least: int = 1) -> list[str]:
-    found = sum(map(test, _outputs(result)))
-    return [] if found >= at_least else [f"{what}: {found} of {len(_outputs(result))}"]
-
-
-def _finished(reason: str, what: str, at_least: int = 1):
-    return lambda result: _some(result, what, lambda o: o["finish_reason"] == reason, at_least)
-
-
-def _stopped_at(kind: type, what: str):
-    return lambda result: _some(result, what, lambda o: isinstance(o["stop_reason"], kind), 2)
-
-
-def _lengths(result: dict) -> list[int]:
-    return [len(output["token_ids"]) for output in _outputs(result)]
-
-
-# -- scenarios -------------------------------------------------------------------------------------
-
-
-@scenario(check=lambda r: [] if len(set(_lengths(r))) > 1 else ["all answers are equally long"])
+@scenario(check=lambda r: [] if len(set(lengths(r))) > 1 else ["all answers are equally long"])
 def base(ctx: Context) -> list[Request]:
     """Prompts and answers of different lengths, all at once."""
     return [
@@ -150,7 +38,7 @@ def base(ctx: Context) -> list[Request]:
     ]
 
 
-@scenario(check=lambda r: [] if max(_lengths(r)) <= 3 else ["an answer is too long"])
+@scenario(check=lambda r: [] if max(lengths(r)) <= 3 else ["an answer is too long"])
 def short_answers(ctx: Context) -> list[Request]:
     """One to three tokens: the request ends before its first verdict is back."""
     return [
@@ -159,7 +47,7 @@ def short_answers(ctx: Context) -> list[Request]:
     ]
 
 
-@scenario(check=lambda r: [] if set(_lengths(r)) == {1} else ["max_tokens=1 gave more"])
+@scenario(check=lambda r: [] if set(lengths(r)) == {1} else ["max_tokens=1 gave more"])
 def one_token(ctx: Context) -> list[Request]:
     """max_tokens=1, arriving one by one: decode rows of these requests are all in vain."""
     return [
@@ -170,11 +58,14 @@ def one_token(ctx: Context) -> list[Request]:
 
 @scenario()
 def long_prompts(ctx: Context) -> list[Request]:
-    """Chunked prefill on engines with a small token budget, beside running decodes."""
+    """Chunked prefill on engines with a small token budget, beside running decodes.
+
+    Seeded ones among them: a chunk that is not the last must not draw from the seed.
+    """
     return [
         Request(
             prompt=ctx.prompt("long", i, (30, 150, 260, 333, 400)[i % 5]),
-            params=greedy(20),
+            params=seeded(i, 20) if i % 3 == 1 else greedy(20),
             arrive=3 * i,
         )
         for i in range(ctx.size)
@@ -269,7 +160,7 @@ def aborts(ctx: Context) -> list[Request]:
     ]
 
 
-@scenario(check=_stopped_at(str, "answers ended by a stop string"))
+@scenario(check=stopped_at(str, "answers ended by a stop string"))
 def stop_strings(ctx: Context) -> list[Request]:
     """The engine stops a request from outside, some steps after its stop token was sampled."""
     requests = []
@@ -282,7 +173,7 @@ def stop_strings(ctx: Context) -> list[Request]:
     return requests
 
 
-@scenario(check=_stopped_at(int, "answers ended by a stop token"))
+@scenario(check=stopped_at(int, "answers ended by a stop token"))
 def stop_token_ids(ctx: Context) -> list[Request]:
     requests = []
     for i in range(ctx.size):
@@ -294,7 +185,7 @@ def stop_token_ids(ctx: Context) -> list[Request]:
 
 @scenario(
     check=lambda r: (
-        [] if all(12 <= n <= 40 for n in _lengths(r)) else [f"lengths {_lengths(r)}, wanted 12..40"]
+        [] if all(12 <= n <= 40 for n in lengths(r)) else [f"lengths {lengths(r)}, wanted 12..40"]
     )
 )
 def min_tokens(ctx: Context) -> list[Request]:
@@ -325,7 +216,7 @@ def several_answers(ctx: Context) -> list[Request]:
     ]
 
 
-@scenario(check=lambda r: _some(r, "answers with logprobs", lambda o: bool(o["logprobs"])))
+@scenario(check=lambda r: some(r, "answers with logprobs", lambda o: bool(o["logprobs"])))
 def logprobs(ctx: Context) -> list[Request]:
     """Logprobs of answers and prompts, with prompts longer than a chunk."""
     return [
@@ -377,7 +268,7 @@ def token_rules(ctx: Context) -> list[Request]:
 @scenario(
     check=lambda r: (
         []
-        if len({tuple(o["token_ids"][:4]) for o in _outputs(r)}) > 2
+        if len({tuple(o["token_ids"][:4]) for o in outputs(r)}) > 2
         else ["seeds changed nothing"]
     )
 )
@@ -457,7 +348,10 @@ def priorities(ctx: Context) -> list[Request]:
 def cache_reset(ctx: Context) -> list[Request]:
     """The prefix cache is reset while requests run: all are preempted and resumed at once."""
     return [
-        Request(prompt=ctx.prompt("reset", i, 20 + 5 * i), params=greedy(40, ignore_eos=True))
+        Request(
+            prompt=ctx.prompt("reset", i, 20 + 5 * i),
+            params=(seeded(i, 40) if i % 3 == 2 else greedy(40, ignore_eos=True)),
+        )
         for i in range(ctx.size)
     ]
 
@@ -512,6 +406,3 @@ def mixed(ctx: Context) -> list[Request]:
             requests.append(request)
     rng.shuffle(requests)
     return requests
-
-
-_TOPICS = ("a fox", "the sea", "an old clock", "rain", "a robot", "the moon", "a baker", "winter")

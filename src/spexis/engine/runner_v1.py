@@ -27,6 +27,7 @@ from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from spexis.config import SpexisConfig
 from spexis.drafters.base import DraftRows, load_drafter
 from spexis.engine.channel import VerdictChannel
+from spexis.engine.seeds import SeededDraws
 from spexis.engine.timeline import Timeline
 from spexis.engine.verdict import FirstStage, LastStage, Plan, SlotTable, is_due
 from spexis.guards import check_sources
@@ -78,6 +79,7 @@ class SpexisV1Mixin:
         self.slot_table = SlotTable(self.num_slots)
         self.first_stage = FirstStage(self.num_slots, self.num_stages, self.device)
         self.last_stage = LastStage(self.num_slots, self.device)
+        self.seeded_draws = SeededDraws(2 * self.num_stages)  # the most steps in flight
         self.plans: deque[Plan] = deque()
         self.num_calls = 0  # execute_model calls, empty steps included
         self.num_steps = 0
@@ -98,6 +100,7 @@ class SpexisV1Mixin:
     def _update_states(self, scheduler_output):
         for req_id in scheduler_output.finished_req_ids:
             self.slot_table.release(req_id)
+            self.seeded_draws.forget(req_id)
             if self.spexis_drafter:
                 self.spexis_drafter.forget(req_id)
         cached = scheduler_output.scheduled_cached_reqs
@@ -105,7 +108,10 @@ class SpexisV1Mixin:
             # vLLM restores these under async scheduling only; every stage needs them here.
             token_ids = cached.all_token_ids[req_id]
             request = self.requests[req_id]
-            request.output_token_ids = list(token_ids[request.num_prompt_tokens :])
+            output_token_ids = list(token_ids[request.num_prompt_tokens :])
+            num_dropped = len(request.output_token_ids) - len(output_token_ids)
+            self.seeded_draws.take_back(req_id, request.generator, num_dropped)
+            request.output_token_ids = output_token_ids
             self._bind(req_id, len(token_ids))
         result = super()._update_states(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
@@ -213,7 +219,7 @@ class SpexisV1Mixin:
         with self.timeline.busy(self.num_steps, rows, part="sample"):
             if grammar_output is not None:
                 apply_grammar_bitmask(step.scheduler_output, grammar_output, batch, step.logits)
-            with self._untouched_generators(step.good):
+            with self.seeded_draws.drawing(rows.req_ids, batch.generators, step.good):
                 sampled = self.sampler(
                     logits=step.logits, sampling_metadata=batch.sampling_metadata
                 )
@@ -342,9 +348,6 @@ class SpexisV1Mixin:
             **self._init_model_kwargs(),
         )
 
-    def _untouched_generators(self, good: torch.Tensor):
-        return _RestoreGenerators(self.input_batch.generators, good)
-
     def _runner_output(self, step: Pending, sampled, verdict) -> ModelRunnerOutput:
         batch = self.input_batch
         token_ids: list[list[int]] = []
@@ -363,20 +366,3 @@ class SpexisV1Mixin:
                 step.scheduler_output.num_scheduled_tokens,
             ),
         )
-
-
-class _RestoreGenerators:
-    """Seeded requests draw once per verified token: discarded rows give their draw back."""
-
-    def __init__(self, generators: dict[int, torch.Generator], good: torch.Tensor):
-        discarded = [] if not generators else [i for i, g in enumerate(good.tolist()) if not g]
-        self.kept = [
-            (generators[i], generators[i].get_state()) for i in discarded if i in generators
-        ]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        for generator, state in self.kept:
-            generator.set_state(state)
