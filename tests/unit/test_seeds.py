@@ -38,7 +38,7 @@ def test_two_resets_in_a_row():
     values = [draw(draws, generator, True) for _ in range(6)]
     draws.take_back("a", generator, 2)
     draws.take_back("a", generator, 1)
-    assert values[:3] + [draw(draws, generator, True)] == plain(7, 4)
+    assert [*values[:3], draw(draws, generator, True)] == plain(7, 4)
 
 
 def test_requests_without_a_seed_and_ended_ones():
