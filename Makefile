@@ -7,6 +7,7 @@
 VENV ?= .venv
 N ?= 100000
 READY := $(VENV)/.spexis-ready
+READY_DEV := $(VENV)/.spexis-ready-dev
 PY := $(VENV)/bin/python
 SPEXIS := $(VENV)/bin/spexis
 
@@ -15,25 +16,30 @@ SPEXIS := $(VENV)/bin/spexis
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' $(MAKEFILE_LIST)
 
-$(READY): requirements/cpu.lock requirements/dev.lock pyproject.toml scripts/setup.sh
+$(READY): requirements/cpu.lock pyproject.toml scripts/setup.sh
 	@scripts/setup.sh "$(VENV)"
 	@touch $@
 
-setup: $(READY) ## the virtual environment, from the lock files
+# Tests, lint and training need a few packages more. On a fresh clone one run makes both.
+$(READY_DEV): requirements/cpu.lock requirements/dev.lock pyproject.toml scripts/setup.sh
+	@scripts/setup.sh "$(VENV)" dev
+	@touch $(READY) $@
+
+setup: $(READY_DEV) ## the virtual environment, from the lock files
 model: $(READY) ## the demo model, converted into the user's cache
 	@$(SPEXIS) model
 demo: $(READY) ## the same prompts through stock vLLM and through Spexis, side by side
 	@$(SPEXIS) demo
-test: $(READY) ## unit tests, then engine tests on the CPU
+test: $(READY_DEV) ## unit tests, then engine tests on the CPU
 	@$(PY) -m pytest tests
-test-all: $(READY) ## the same and what takes minutes more
+test-all: $(READY_DEV) ## the same and what takes minutes more
 	@$(PY) -m pytest tests --run-slow
-lint: $(READY) ## ruff: rules and formatting
+lint: $(READY_DEV) ## ruff: rules and formatting
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 exact: $(READY) ## greedy text equals stock vLLM at PP=1: prompts x stages x drafters, scenarios
 	@$(PY) -m spexis.bench.exact
-histories: $(READY) ## the verdict rules against N random histories (N=100000)
+histories: $(READY_DEV) ## the verdict rules against N random histories (N=100000)
 	@$(PY) -m spexis.bench.histories --n $(N)
 soak: $(READY) ## 2,000 requests over HTTP with aborts, stops, disconnects and KV pressure
 	@$(PY) -m spexis.bench.soak
