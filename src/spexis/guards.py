@@ -76,6 +76,32 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
             "_get_prompt_logprobs_dict": ("hidden_states", "num_scheduled_tokens"),
         }.items()
     },
+    "runner_v2": {
+        **{
+            f"vllm.v1.worker.gpu.model_runner:GPUModelRunner.{name}": ("self", *parameters)
+            for name, parameters in {
+                "execute_model": ("scheduler_output", "intermediate_tensors", "dummy_run"),
+                "sample_tokens": ("grammar_output",),
+                "sample": ("hidden_states", "input_batch", "grammar_output"),
+                "prepare_inputs": ("scheduler_output", "batch_req_state"),
+                "add_requests": ("scheduler_output",),
+                "finish_requests": ("scheduler_output",),
+                "update_pp_decode_requests": (),
+                "postprocess_num_computed_tokens": ("input_batch",),
+                "postprocess_sampled": ("idx_mapping", "sampled_tokens", "num_sampled"),
+                "_dummy_run": ("num_tokens",),
+            }.items()
+        },
+        "vllm.v1.worker.gpu.pp_utils:PPHandler.receive": ("self", "input_batch"),
+        "vllm.v1.worker.gpu.pp_utils:PPHandler.broadcast": (
+            "self",
+            "sampled_token_ids",
+            "num_sampled",
+            "num_rejected",
+            "input_batch",
+        ),
+        "vllm.v1.worker.gpu.pp_utils:compute_need_sampled_mask": ("input_batch",),
+    },
 }
 
 

@@ -30,6 +30,7 @@ from spexis.config import SpexisConfig
 from spexis.drafters.base import DraftRows, load_drafter
 from spexis.engine.v2_handler import VerdictHandler
 from spexis.engine.verdict import FirstStage, LastStage
+from spexis.guards import check_sources
 
 logger = init_logger("vllm.spexis.runner_v2")
 
@@ -41,6 +42,7 @@ class SpexisV2Mixin:
 
     # ------------------------------------------------------------------ set-up
     def init_spexis(self) -> None:
+        check_sources("runner_v2")
         self.spexis_config = SpexisConfig.from_vllm(self.vllm_config)
         self.pp = get_pp_group()
         self.num_stages = self.pp.world_size
