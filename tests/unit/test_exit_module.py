@@ -156,10 +156,10 @@ def test_folder_round_trip_and_refusals(tmp_path):
     with pytest.raises(ValueError, match="weights_sha256") as refusal:
         load_drafter(str(tmp_path))
     assert "\n" not in str(refusal.value)
-    with pytest.raises(ValueError, match="config.json is missing"):
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
         ExitConfig.load(tmp_path / "nowhere")
     wider = dataclasses.replace(saved, num_drafter_layers=3)
-    with pytest.raises(ValueError, match="layers.2"):
+    with pytest.raises(ValueError, match=r"layers\.2"):
         wider.save(tmp_path / "other", drafter.export())
 
 

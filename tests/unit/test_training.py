@@ -132,7 +132,9 @@ def test_store_round_trip_counts_and_vocabulary(tmp_path):
 
 def test_batches_cover_every_row_once_within_the_budget():
     rng = np.random.default_rng(0)
-    rows = [([1] * int(rng.integers(1, 40)), [2] * int(rng.integers(1, 90)), True, i) for i in range(99)]
+    rows = [
+        ([1] * int(rng.integers(1, 40)), [2] * int(rng.integers(1, 90)), True, i) for i in range(99)
+    ]
     store = TokenStore.from_rows(rows, VOCAB)
     lengths = np.diff(store.offsets)
     batches = epoch_batches(lengths, np.arange(99), 512, seed=0, epoch=0)
@@ -275,7 +277,10 @@ def test_families_and_ropes(tmp_path):
     from transformers import AutoConfig
 
     base = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    facts = {f: base_facts(AutoConfig.for_model(f, **base)) for f in ("llama", "qwen2", "qwen3", "mistral")}
+    facts = {
+        f: base_facts(AutoConfig.for_model(f, **base))
+        for f in ("llama", "qwen2", "qwen3", "mistral")
+    }
     assert [f for f in facts if facts[f]["qkv_bias"]] == ["qwen2"]
     assert [f for f in facts if facts[f]["qk_norm"]] == ["qwen3"]
     assert facts["qwen3"]["head_dim"] == 128 and facts["llama"]["head_dim"] == 8
@@ -289,7 +294,7 @@ def test_families_and_ropes(tmp_path):
 
 
 def test_a_drafter_of_another_model_is_refused(run, tmp_path, capsys):
-    overrides, out = run
+    overrides, _ = run
     assert train_exit.main([*overrides, "train.max_steps=1"]) == 0
     folder = next(iter(last_json(capsys)["drafters"].values()))
     stranger = tiny_llama(tmp_path / "stranger", num_hidden_layers=5)

@@ -85,9 +85,7 @@ def to_messages(row: Any, where: str) -> list[Message]:
         return [{"role": "user", "content": t} for t in turns[:1]]
     turns = row.get("messages", row.get("conversations"))
     if not isinstance(turns, list) or not turns:
-        raise ValueError(
-            f"{where}: no prompt, prompt_turns, messages or conversations in this row"
-        )
+        raise ValueError(f"{where}: no prompt, prompt_turns, messages or conversations in this row")
     chat = []
     for turn in turns:
         role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None

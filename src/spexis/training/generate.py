@@ -79,12 +79,14 @@ def open_engine(model: str, max_len: int, max_num_seqs: int, share: float, eager
     """A vLLM engine for bulk generation; `share` is its part of the device's memory."""
     import torch
 
-    # The engine runs in this process: no second start-up, one busy core per engine instead of two.
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if cuda():
+        # In this process: no second start-up, one busy core per engine instead of two. Not on a
+        # CPU, where vLLM binds its own process's threads to cores.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM
 
     options: dict[str, Any] = {"enforce_eager": True}
-    if torch.cuda.is_available():
+    if cuda():
         total = torch.cuda.get_device_properties(0).total_memory
         options["gpu_memory_utilization"] = share
         # Fixed, not profiled: engines that start side by side would see each other's allocations.
@@ -92,7 +94,7 @@ def open_engine(model: str, max_len: int, max_num_seqs: int, share: float, eager
         options["kv_cache_memory_bytes"] = int(total * share - min(8e9, 0.4 * total * share))
         if not eager:
             sizes = [s for s in (1, 8, 16, 32, 64, 128, 192, 256) if s < max_num_seqs]
-            sizes += list(range(384, max_num_seqs, 128)) + [max_num_seqs]
+            sizes += [*range(384, max_num_seqs, 128), max_num_seqs]
             options["enforce_eager"] = False
             options["compilation_config"] = {
                 "mode": 0,
@@ -106,7 +108,7 @@ def open_engine(model: str, max_len: int, max_num_seqs: int, share: float, eager
         model=model,
         max_model_len=max_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(max_len, 16384 if torch.cuda.is_available() else 2048),
+        max_num_batched_tokens=max(max_len, 16384 if cuda() else 2048),
         disable_log_stats=True,
         **options,
     )
@@ -143,7 +145,9 @@ def answer(
     first = run(prompts, [min(opening, n) for n in limits], temperature, 0)
     answers = [list(o.token_ids) for o in first]
     open_rows = [
-        i for i, o in enumerate(first) if o.finish_reason == "length" and len(answers[i]) < limits[i]
+        i
+        for i, o in enumerate(first)
+        if o.finish_reason == "length" and len(answers[i]) < limits[i]
     ]
     rest = run(
         [prompts[i] + answers[i] for i in open_rows],
@@ -187,7 +191,10 @@ def write_shard(
         first = TokenStore.load(shard_path(config, 0, shard))
         pool = [c[0]["content"] for c in chats[:2000] if len(c[0]["content"]) < 300]
         todo = [
-            (int(first.prompt_index[r]), follow_up(chats[first.prompt_index[r]], first, r, tok, pool))
+            (
+                int(first.prompt_index[r]),
+                follow_up(chats[first.prompt_index[r]], first, r, tok, pool),
+            )
             for r in range(len(first))
         ]
     limit = config.data.max_len - 32  # room for an answer

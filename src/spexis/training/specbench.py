@@ -11,14 +11,14 @@ is never taken for another model's.
 import hashlib
 import json
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from spexis.training.data import TokenStore, chat_ids, data_hash
-from spexis.training.generate import answer, open_engine
+from spexis.training.generate import answer, cuda, open_engine
 
 # The paper's names for the six tasks, in its order.
 TASKS = {
@@ -58,7 +58,7 @@ def greedy_answers(
     cache: Path,
     share: float = 0.6,
 ) -> tuple[TokenStore, list[str]]:
-    """(answers, task of each). Generated once with vLLM, then read from the cache folder."""
+    """(answers, task of each). Generated once by stock vLLM, then read from the cache folder."""
     rows = read_specbench(data, per_task)
     facts = [model_hash, data_hash(data), per_task, max_tokens]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -68,29 +68,74 @@ def greedy_answers(
     names = tasks + [tasks[i] for i in second]
     if path.is_file():
         return TokenStore.load(path), names
-    print(f"generating {len(names)} greedy answers with vLLM", file=sys.stderr, flush=True)
     from transformers import AutoTokenizer
 
     tok = AutoTokenizer.from_pretrained(model)
     max_len = 2048 + max_tokens
-    engine = open_engine(model, max_len, 256, share, eager=False)
+    ask = _asker(model, max_tokens, max_len, share)
     chats = [[{"role": "user", "content": row["prompt_turns"][0]}] for row in rows]
-    prompts = [chat_ids(tok, chat)[: max_len - max_tokens] for chat in chats]
-    answers = answer(engine, prompts, max_tokens, max_len)
+    prompts = [chat_ids(tok, chat)[:2048] for chat in chats]
+    answers = ask(prompts, "first turns")
     later = []
     for i in second:
         text = tok.decode(answers[i], skip_special_tokens=True).strip()
         turn = {"role": "user", "content": rows[i]["prompt_turns"][1]}
         chat = [*chats[i], {"role": "assistant", "content": text}, turn]
-        later.append(chat_ids(tok, chat)[: max_len - max_tokens])
-    answers += answer(engine, later, max_tokens, max_len)
+        later.append(chat_ids(tok, chat)[:2048])
+    if later:
+        answers += ask(later, "second turns")
     store = TokenStore.from_rows(
         ((p, a, True, i) for i, (p, a) in enumerate(zip(prompts + later, answers, strict=True))),
         vocab_size=len(tok),
     )
     store.save(path)
-    del engine
     return store, names
+
+
+def _asker(
+    model: str, max_tokens: int, max_len: int, share: float
+) -> Callable[[list[list[int]], str], list[list[int]]]:
+    """A function that answers prompts with stock vLLM."""
+    if cuda():
+        engine = open_engine(model, max_len, 256, share, eager=False)
+        return lambda prompts, _: answer(engine, prompts, max_tokens, max_len)
+
+    def ask(prompts: list[list[int]], what: str) -> list[list[int]]:
+        # Two stages keep two cores busy; the engine has a process of its own.
+        rows = [{"prompt_token_ids": p, "params": {"max_tokens": max_tokens}} for p in prompts]
+        return serve({"stock": rows}, model, None, max_len, what)["stock"][0]
+
+    return ask
+
+
+def serve(
+    work: dict[str, list[dict]], model: str, drafter: dict | None, max_len: int, what: str
+) -> dict[str, tuple[list[list[int]], dict[str, int]]]:
+    """{name: (answers, engine counters)} of a CPU engine at PP=2; drafter None is stock vLLM."""
+    from tqdm import tqdm
+
+    from spexis.bench.engines import EngineSpec, Work, run_engine
+
+    options = {"max_model_len": max_len, "max_num_batched_tokens": max_len}
+    spec = EngineSpec(model=model, stages=2, drafter=drafter, options=options)
+    with tqdm(total=sum(map(len, work.values())), desc=what, unit="answer", mininterval=2) as bar:
+
+        def progress(event: dict) -> None:
+            if event["event"] == "progress":
+                bar.update(1)
+
+        run = run_engine(
+            spec,
+            [Work(name=name, rows=rows) for name, rows in work.items()],
+            timeout=3600.0,
+            on_event=progress,
+        )
+    if run.error:
+        raise ValueError(f"the engine failed: {' '.join(run.error.split())[-400:]}")
+    return {
+        name: ([row["outputs"][0]["token_ids"] for row in run[name]["rows"]], run[name]["counters"])
+        for name in work
+    }
 
 
 def by_task(accepted: np.ndarray, drafted: np.ndarray, names: list[str]) -> dict[str, float]:

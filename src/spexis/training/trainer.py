@@ -75,7 +75,7 @@ class Trainer:
         self.base_lrs = [[g["lr"] for g in opt.param_groups] for opt in self.optimizers]
         self.step = self.epoch = self.batch_in_epoch = self.tokens_seen = self.answers_seen = 0
         self.seconds = 0.0
-        self.rows_since_log = 0
+        self.rows_since_log, self.last_log = 0, 0.0
         self.board: Any = None
 
     # -- set-up -------------------------------------------------------------------------------
@@ -149,9 +149,7 @@ class Trainer:
                 out = c.drafter(states[c.drafter.config.exit_layer], final, lag)
             rows = out.flatten(0, 1)[batch.rows].to(self.head.dtype)
             total, drafts = rows.new_zeros((), dtype=torch.float32), []
-            chunks = zip(
-                rows.split(o.loss_rows), teachers, weight.split(o.loss_rows), strict=True
-            )
+            chunks = zip(rows.split(o.loss_rows), teachers, weight.split(o.loss_rows), strict=True)
             for part, teacher, w in chunks:
                 loss, draft = draft_loss(part, self.head[:size], teacher, w, c.hard_weight)
                 total = total + loss
@@ -199,10 +197,9 @@ class Trainer:
         """Train to the end; returns the holdout acceptance of each drafter."""
         o = self.options
         lengths = np.diff(self.store.offsets)
-        counts = [
-            len(epoch_batches(lengths, self.train_rows, o.tokens_per_batch, self.config.seed, 0))
-        ]
-        total = counts[0] * o.epochs
+        total = o.epochs * len(
+            epoch_batches(lengths, self.train_rows, o.tokens_per_batch, self.config.seed, 0)
+        )
         if o.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -275,10 +272,8 @@ class Trainer:
 
     def log(self, lr_factor: float, seconds: float) -> str:
         """One row of metrics.jsonl; returns the progress bar's text."""
-        rate = (self.answers_seen and self.rows_since_log) and (
-            self.rows_since_log / max(1e-6, seconds - getattr(self, "_last_log", 0.0))
-        )
-        self._last_log = seconds
+        rate = self.rows_since_log / max(1e-6, seconds - self.last_log)
+        self.last_log = seconds
         values: dict[str, float] = {
             "lr_factor": round(lr_factor, 5),
             "answer_tokens_per_s": round(rate),
@@ -339,6 +334,7 @@ class Trainer:
             optimizer.load_state_dict(saved)
         for key in COUNTERS:
             setattr(self, key, state["counters"][key])
+        self.last_log = self.seconds
         return True
 
     def export(self, folder: Path) -> dict[str, Path]:

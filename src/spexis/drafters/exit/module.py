@@ -71,7 +71,7 @@ class AttentionLayer(nn.Module):
 
 
 class ExitDrafter(nn.Module):
-    """Training-time exit drafter. Sequences are padded on the right; causality hides the padding."""
+    """The drafter for training. Sequences are padded on the right; causality hides that."""
 
     def __init__(self, config: ExitConfig) -> None:
         super().__init__()
