@@ -244,4 +244,5 @@ class SpexisV2Mixin:
             slots = batch.idx_mapping
             self.sent = self.first_stage.position[slots], self.first_stage.token[slots]
             self._draft(batch.seq_lens[: batch.num_reqs])
+            self.stage_output = None  # or it would outlive the measurement
         return result

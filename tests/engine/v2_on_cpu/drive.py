@@ -2,10 +2,11 @@
 """One engine run of the V2 tests, in a process of its own (the environment must precede it).
 
     python drive.py MODEL OUT.json [--stages N] [--spexis JSON] [--blocks B] [--abort]
+                                  [--tensor T] [--greedy]
 
 Pushes a fixed mix of requests through an engine in this process and writes each one's tokens,
 and what the scheduler counted. A small --blocks makes the scheduler preempt requests, --abort
-aborts two requests while their rows are in flight.
+aborts two requests while their rows are in flight, --greedy leaves out what is drawn.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import sys
 
 BYTES = 256  # prompts use these token ids only; the model's vocabulary is larger
+DRAWN = {"seed", "seed_min_p", "seed_penalty", "two_answers"}
 ABORTED = {"abort_early": 3, "abort_late": 6}  # name -> tokens after which it is aborted
 
 
@@ -72,7 +74,8 @@ def run(args: argparse.Namespace) -> dict:
     llm = LLM(
         args.model,
         pipeline_parallel_size=args.stages,
-        distributed_executor_backend="mp" if args.stages > 1 else None,
+        tensor_parallel_size=args.tensor,
+        distributed_executor_backend="mp" if args.stages * args.tensor > 1 else None,
         additional_config={"spexis": json.loads(args.spexis)} if args.spexis else {},
         enforce_eager=True,
         dtype="float32",
@@ -87,7 +90,8 @@ def run(args: argparse.Namespace) -> dict:
     )
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
-    waiting = sorted(requests().items(), key=lambda item: item[1][2])
+    wanted = {k: v for k, v in requests().items() if not (args.greedy and k in DRAWN)}
+    waiting = sorted(wanted.items(), key=lambda item: item[1][2])
     texts: dict[str, dict[int, dict]] = {}  # by request and index of the answer
     aborted: set[str] = set()
     step = 0
@@ -140,6 +144,8 @@ def main() -> None:
     parser.add_argument("--spexis", default=None)
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--abort", action="store_true")
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--greedy", action="store_true")
     args = parser.parse_args()
     result = run(args)
     with open(args.out, "w") as file:
