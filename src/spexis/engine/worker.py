@@ -3,6 +3,8 @@
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from spexis.engine.lifeline import end_with_parent
+
 
 def with_spexis(runner_class: type, use_v2: bool) -> type:
     """The runner class with the mixin of its generation in front."""
@@ -14,6 +16,10 @@ def with_spexis(runner_class: type, use_v2: bool) -> type:
 
 
 class SpexisWorker(Worker):
+    def init_device(self) -> None:
+        end_with_parent()
+        super().init_device()
+
     def _make_model_runner(self):
         runner = super()._make_model_runner()
         runner.__class__ = with_spexis(type(runner), self.use_v2_model_runner)

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from spexis.engine.lifeline import end_with_parent
 from spexis.engine.timeline import STOCK_TIMELINE_ENV, Timeline
 from spexis.engine.worker import with_spexis
 
 
 class SpexisCPUWorker(CPUWorker):
     def init_device(self) -> None:
+        end_with_parent()
         super().init_device()
         runner = self.model_runner
         runner.__class__ = with_spexis(type(runner), self.use_v2_model_runner)

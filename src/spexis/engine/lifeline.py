@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends this process when the process that started it has died, however that died.
+
+    end_with_parent()      # first thing in a worker and in the engine core
+
+vLLM 0.32 closes a pipe and queues when a worker's parent dies, but a worker that waits inside a
+native call (a stage's receive spins on shared memory, Gloo waits for a peer) never looks at
+them, and an engine core whose API server was killed waits for requests for ever. Both stay as
+orphans that hold memory and cores. Here a thread asks twice a second who the parent is (native
+calls release the interpreter lock), then sends this process SIGTERM, so that it can end in
+order, and SIGKILL after a grace period.
+
+Invariant: does nothing in a process that multiprocessing did not start (an engine inside the
+user's own process must outlive the user's shell).
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+POLL_SECONDS = 0.5
+
+
+def end_with_parent(grace: float = 5.0) -> None:
+    """grace: seconds between SIGTERM and SIGKILL."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    # A fork server stands between the two, and ends with the process that started it.
+    by_server = multiprocessing.get_start_method(allow_none=True) == "forkserver"
+    parent_pid = os.getppid() if by_server else parent.pid
+    threading.Thread(
+        target=_watch, args=(parent_pid, grace), daemon=True, name="SpexisLifeline"
+    ).start()
+
+
+def _watch(parent_pid: int, grace: float) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace)
+    os.kill(os.getpid(), signal.SIGKILL)
