@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A child that never looks at signals still ends when its parent was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from spexis.bench.serving import read_process
+from spexis.engine.lifeline import end_with_parent
+
+PARENT = """
+import multiprocessing, os, signal, sys, time
+from spexis.engine.lifeline import end_with_parent
+
+def child(stubborn):
+    if stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent(grace=1.0)
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    for stubborn in (False, True):
+        context.Process(target=child, args=(stubborn,)).start()
+    time.sleep(600)
+"""
+
+
+def wait_gone(pids: list[int], timeout: float) -> bool:
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if not any(map(read_process, pids)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def check(method: str, tmp_path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen(
+        [sys.executable, str(script), method], stdout=subprocess.PIPE, text=True
+    )
+    pids = [int(parent.stdout.readline()) for _ in range(2)]
+    try:
+        time.sleep(1.0)
+        assert all(map(read_process, pids)), "they live while the parent does"
+        parent.kill()
+        parent.wait()
+        assert wait_gone(pids, 15)
+    finally:
+        parent.kill()
+        for pid in filter(read_process, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_forked_children(tmp_path):
+    check("fork", tmp_path)
+
+
+def test_spawned_children(tmp_path):
+    check("spawn", tmp_path)
+
+
+def test_a_process_of_the_users_own_is_left_alone():
+    end_with_parent()
+    assert "SpexisLifeline" not in {thread.name for thread in threading.enumerate()}
