@@ -57,8 +57,13 @@ def test_guesses_were_right_and_wrong(roomy, cramped):
 
 @pytest.fixture(scope="module")
 def three_stages(tiny_models, stock, reference):
+    """Also one step more in flight than there are stages."""
     spec = EngineSpec(
-        model=tiny_models.model(), stages=3, drafter=oracle(reference, 0.6), options=CRAMPED
+        model=tiny_models.model(),
+        stages=3,
+        drafter=oracle(reference, 0.6),
+        settings={"steps_in_flight": 4},
+        options=CRAMPED,
     )
     return start(spec, scenarios(names=THREE_STAGES), stock)
 

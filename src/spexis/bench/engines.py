@@ -46,6 +46,8 @@ class EngineSpec:
     tensor: int = 1
     drafter: dict | None = None
     """The spexis.drafter block; None builds stock vLLM."""
+    settings: dict = field(default_factory=dict)
+    """The rest of the spexis block, such as {"steps_in_flight": 3}."""
     options: dict = field(default_factory=dict)
     """Arguments of LLM() over the defaults below."""
     chat: bool = False
@@ -57,7 +59,8 @@ class EngineSpec:
         if "acceptance" in (self.drafter or {}):
             kind += f" p={self.drafter['acceptance']}"
         tensor = f" TP={self.tensor}" if self.tensor > 1 else ""
-        return f"{Path(self.model).name} PP={self.stages}{tensor} {kind}"
+        rest = "".join(f" {key}={value}" for key, value in self.settings.items())
+        return f"{Path(self.model).name} PP={self.stages}{tensor} {kind}{rest}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,7 +280,7 @@ def build_llm(spec: EngineSpec):
         "disable_log_stats": True,
     }
     if spec.drafter is not None:
-        options["additional_config"] = {"spexis": {"drafter": spec.drafter}}
+        options["additional_config"] = {"spexis": {"drafter": spec.drafter, **spec.settings}}
     elif spec.stages > 1:
         options["worker_cls"] = "spexis.engine.worker_cpu.StockCPUWorker"
     return LLM(spec.model, **{**options, **spec.options})

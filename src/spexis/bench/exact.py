@@ -73,7 +73,8 @@ class Exact:
         self.failures: list[str] = []
         self.notes: list[str] = []
         self.engines: list[dict] = []
-        self.bar = tqdm(total=0, unit="case", file=sys.stderr, dynamic_ncols=True)
+        expected = expected_cases(args.parts, len(self.stages), args.prompts, args.tiny_prompts)
+        self.bar = tqdm(total=expected, unit="case", file=sys.stderr, dynamic_ncols=True)
 
     # ------------------------------------------------------------------ engines
     def run(self, spec: EngineSpec, work: list[Work], previous=None) -> EngineRun:
@@ -210,15 +211,22 @@ class Exact:
         reference = write_oracle_file(self.folder / "tiny.jsonl", stock)
         at_random = oracle(reference, 0.6)
         cramped = [item for item in work if not SCENARIOS[item.name].same_cached_tokens]
-        for n in self.stages:
-            engines = [(at_random, CRAMPED, cramped)]
-            if n == 2:
-                engines += [(at_random, ROOMY, work), (drafter, ROOMY, work)]
-            if n <= 3:
-                engines += [(drafter, CRAMPED, cramped)]
-            for block, options, items in engines:
-                spec = EngineSpec(model=model, stages=n, drafter=block, options=options)
-                self.compare(spec, items, stock)
+        engines = [
+            # stages, drafter, other settings, engine options
+            *((n, at_random, {}, CRAMPED) for n in self.stages),
+            (2, at_random, {}, ROOMY),
+            (2, drafter, {}, ROOMY),
+            (2, drafter, {}, CRAMPED),
+            (3, drafter, {}, CRAMPED),
+            (2, at_random, {"steps_in_flight": 3}, CRAMPED),
+            (3, at_random, {"steps_in_flight": 6}, CRAMPED),
+            (2, {"method": "none"}, {}, CRAMPED),
+        ]
+        for n, block, settings, options in engines:
+            spec = EngineSpec(
+                model=model, stages=n, drafter=block, settings=settings, options=options
+            )
+            self.compare(spec, work if options is ROOMY else cramped, stock)
 
     def law(self) -> None:
         from spexis.bench.rows import measure
@@ -238,6 +246,20 @@ class Exact:
             tiny.tiny_model(family, model)
             tiny.tiny_drafter(model, drafter)
         return str(model), {"method": "exit", "model": str(drafter)}
+
+
+def expected_cases(parts: list[str], stages: int, prompts: int, tiny_prompts: int) -> int:
+    """About as many as there will be; for the progress bar."""
+    features = len(SCENARIOS)
+    counts = {
+        "prompts": stages * prompts * (len(ACCEPTANCES) + 1)
+        + (2 * features if "scenarios" in parts else 0),
+        "families": stages * tiny_prompts * len(tiny.FAMILIES),
+        "scenarios": (stages + 7) * features,
+        "law": 0,
+        "bfloat16": 16,
+    }
+    return sum(counts[part] for part in parts)
 
 
 def oracle(reference: str, acceptance: float) -> dict:

@@ -402,7 +402,7 @@ def mixed(ctx: Context) -> list[Request]:
     for name in names:
         for request in SCENARIOS[name].build(ctx)[1:4]:
             request.arrive = rng.randrange(0, 60)
-            request.abort = rng.randrange(2, 30) if rng.random() < 0.15 else None
+            request.abort = rng.randrange(2, 40) if rng.random() < 0.3 else None
             requests.append(request)
     rng.shuffle(requests)
     return requests
