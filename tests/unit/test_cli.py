@@ -102,7 +102,14 @@ def test_serve_adds_its_defaults():
         "--additional-config",
         '{"spexis": {}}',
     ]
-    assert environment == {} and block == {}
+    assert environment == {"VLLM_CPU_KVCACHE_SPACE": "2"} and block == {}
+
+
+@pytest.mark.parametrize("flag", ["--gpu-memory-utilization", "--kv-cache-memory-bytes"])
+def test_serve_keeps_the_users_memory(monkeypatch, flag):
+    assert built("m", flag, "1")[1] == {}
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    assert built("m")[1] == {}
 
 
 @pytest.mark.parametrize("flag", ["--pipeline-parallel-size", "-pp", "--pipeline_parallel_size"])
@@ -160,6 +167,7 @@ def test_serve_reads_the_config_file(tmp_path):
 
 
 def test_serve_gets_past_the_plugin_allow_list(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
     assert built("m")[1] == {"VLLM_PLUGINS": "lora_resolver,spexis"}
     monkeypatch.setenv("VLLM_PLUGINS", "spexis,b")

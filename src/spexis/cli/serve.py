@@ -30,6 +30,8 @@ DEMO = "demo"
 # Ways users spell flags whose presence matters here.
 PP_FLAGS = ("--pipeline-parallel-size", "-pp")
 EAGER_FLAGS = ("--enforce-eager", "--no-enforce-eager")
+KV_MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
+CPU_KV_GIB = "2"  # of keys and values per worker, where the user says nothing
 ADDITIONAL = "--additional-config"
 
 
@@ -97,6 +99,13 @@ def build(
     if platform.is_cpu() and not given.has(*EAGER_FLAGS):
         # The CPU runner is tested in eager mode only, and compiling needs a C++ compiler.
         command.append(EAGER_FLAGS[0])
+    if (
+        platform.is_cpu()
+        and not given.has(*KV_MEMORY_FLAGS)
+        and "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    ):
+        # Else each worker asks for 92 % of the machine's memory, and two of them never start.
+        environment["VLLM_CPU_KVCACHE_SPACE"] = CPU_KV_GIB
     command += [ADDITIONAL, json.dumps({**given.additional(), CONFIG_KEY: block})]
     command += _without(flags, ADDITIONAL)
     if not platform.plugin_allowed():
