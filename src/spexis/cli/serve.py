@@ -99,6 +99,9 @@ def build(
     if platform.is_cpu() and not given.has(*EAGER_FLAGS):
         # The CPU runner is tested in eager mode only, and compiling needs a C++ compiler.
         command.append(EAGER_FLAGS[0])
+        if not platform.has_compiler() and "TORCHDYNAMO_DISABLE" not in os.environ:
+            # vLLM compiles small helpers (ranks of logprobs) even in eager mode.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
     if (
         platform.is_cpu()
         and not given.has(*KV_MEMORY_FLAGS)
