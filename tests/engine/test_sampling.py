@@ -134,11 +134,14 @@ def test_another_temperature_is_noticed(roomy, exact):
 
 
 def test_favoured_guesses_are_noticed(roomy, exact):
-    """Negative control: one guess in ten forced into the text."""
+    """Negative control: one guess in five forced into the text.
+
+    With 2,000 samples one in ten gives p-values around 1e-4: seen to pass and to fail.
+    """
     found = answers(roomy, 1.0)
     probabilities = exact.probabilities(found, 1.0)[:, 2]
     forced = found[:, 2].copy()
-    forced[::10] = probabilities[::10].argmax(axis=1)
+    forced[::5] = probabilities[::5].argmax(axis=1)
     assert uniformity(forced, probabilities) < SIGNIFICANCE
 
 
