@@ -7,9 +7,13 @@ Part 1, the demo model: SP with the shipped drafter against stock PP=2. Part 2, 
 model of similar size with even head counts (the demo model's 9 heads cannot be split): SP with
 oracle drafts, right as often as the shipped drafter was in part 1, against stock PP=2 and TP=2.
 All engines of a part are started first; while one is measured the others are stopped. A pair is
-one call of each engine with the same prompts, order reversed every other pair; ratios are taken
-within pairs, medians and spread over pairs. The law's limit at B streams is B * r(p, 2) / T(B)
-with T the busy time of SP's slower stage per step in the same calls. Ends with one JSON line.
+one call of each engine with the same prompts, order reversed every other pair; the next pair has
+other prompts. A call at B streams answers B + min(B, 8) prompts, B at a time: a request that ends
+makes room for the next, and the rate is that of the time while all B streams are taken, prompts
+included.
+Ratios are taken within pairs, medians and spread over pairs. The law's limit at B streams is
+B * r(p, 2) / T(B) with T the busy time of SP's slower stage per step of B rows in the same calls.
+Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ from spexis.bench.prompts import chat_token_ids, load_prompts
 from spexis.core.law import tokens_per_step
 from spexis.observability import timeline
 
+MAX_PROMPTS = 48  # distinct ones; more would cost only time
+RANDOM_MAX_TOKENS = 64  # random weights stop nowhere and have no text: shorter answers will do
 WANTED = {"1": 1.30, "2": 1.30, "4": 1.30}  # SP/PP on the demo model
 
 
@@ -44,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from spexis.demo_model import demo_model_dir
 
     model = demo_model_dir()
-    prompts = chat_token_ids(model, load_prompts(max(args.streams), args.data, max_chars=300))
+    count = min(args.pairs * _requests(max(args.streams)), MAX_PROMPTS)
+    prompts = chat_token_ids(model, load_prompts(count, args.data, max_chars=300))
     with tempfile.TemporaryDirectory() as folder:
         demo = _part(
             "demo model, shipped drafter",
@@ -80,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", choices=["cpu"], default="cpu")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--data", help="Spec-Bench style JSONL to take the prompts from")
     parser.add_argument("--drafter", help="exit drafter folder (default: the shipped one)")
     parser.add_argument("--demo-only", action="store_true", help="part 1 only")
@@ -91,10 +98,18 @@ def _parser() -> argparse.ArgumentParser:
 # -- measuring -------------------------------------------------------------------------------------
 
 
-def _part(title, specs: dict[str, EngineSpec], prompts, args, folder) -> dict[str, dict]:
+def _part(
+    title: str,
+    specs: dict[str, EngineSpec],
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    folder: str,
+    ignore_eos: bool = False,
+) -> dict[str, dict]:
     """Measures one set of engines. Returns a row of figures for each number of streams."""
     from tqdm import tqdm
 
+    max_tokens = min(args.max_tokens, RANDOM_MAX_TOKENS) if ignore_eos else args.max_tokens
     log = f"{folder}/{len(os.listdir(folder))}"
     live = {
         name: LiveEngine(spec, timeline_log=log if name == "sp" else None)
@@ -108,19 +123,30 @@ def _part(title, specs: dict[str, EngineSpec], prompts, args, folder) -> dict[st
         total = len(args.streams) * args.pairs * len(live)
         with tqdm(total=total, desc=title, unit="run") as bar:
             for streams in args.streams:
-                batch = prompts[:streams]
                 for engine in live.values():
-                    engine.generate(batch, 8)  # warm-up at this batch size
+                    engine.generate(prompts[:streams], 8)  # warm-up at this batch size
                 calls: dict[str, list[Generated]] = {name: [] for name in live}
-                begin = time.monotonic()
                 for pair in range(args.pairs):
+                    batch = _batch(prompts, pair, _requests(streams))
                     for name in list(live) if pair % 2 == 0 else list(live)[::-1]:
-                        calls[name].append(live[name].generate(batch, args.max_tokens))
+                        calls[name].append(
+                            live[name].generate(batch, max_tokens, streams, ignore_eos)
+                        )
                         bar.update()
-                trace = timeline.read(log, 2).window(begin, time.monotonic())
+                trace = timeline.read(log, 2)
                 rows[str(streams)] = _figures(streams, calls, trace)
     _print_rows(title, rows)
     return rows
+
+
+def _requests(streams: int) -> int:
+    """Requests of one call: enough that most of it runs with every stream taken."""
+    return streams + min(streams, 8)
+
+
+def _batch(prompts: list, pair: int, count: int) -> list:
+    """The pair's own prompts, from where the last pair stopped, in a circle."""
+    return [prompts[(pair * count + i) % len(prompts)] for i in range(count)]
 
 
 def _figures(streams: int, calls: dict[str, list[Generated]], trace: timeline.Trace) -> dict:
@@ -128,11 +154,12 @@ def _figures(streams: int, calls: dict[str, list[Generated]], trace: timeline.Tr
     accepted = sum(c.counters["accepted"] for c in sp)
     acceptance = accepted / max(1, sum(c.counters["drafts"] for c in sp))
     # Only full steps: at the beginning and the end of a call fewer rows run.
-    stages = [[w for w in works if w.rows == streams] for works in trace.stages]
+    windows = [trace.window(*call.full_span).stages for call in sp]
+    stages = [[w for wins in windows for w in wins[s] if w.rows == streams] for s in range(2)]
     full_steps = timeline.Trace(stages, {})
     step_seconds = [full_steps.step_seconds(s) for s in range(2)]
     limit = streams * tokens_per_step(acceptance, 2) / max(step_seconds)
-    rates = {name: [c.decode_tokens_per_second for c in cs] for name, cs in calls.items()}
+    rates = {name: [c.full_tokens_per_second for c in cs] for name, cs in calls.items()}
     row = {
         "acceptance": round(acceptance, 4),
         "stage_ms": [round(1e3 * t, 2) for t in step_seconds],
@@ -140,7 +167,11 @@ def _figures(streams: int, calls: dict[str, list[Generated]], trace: timeline.Tr
         "law_share": round(statistics.median(rates["sp"]) / limit, 3),
         "tokens_per_second": {n: round(statistics.median(r), 2) for n, r in rates.items()},
         "rates": {n: [round(x, 2) for x in r] for n, r in rates.items()},
-        "texts_equal": all(c.token_ids == sp[0].token_ids for cs in calls.values() for c in cs),
+        "texts_equal": all(
+            call.token_ids == mine.token_ids
+            for others in calls.values()
+            for call, mine in zip(others, sp, strict=True)
+        ),
     }
     for name in rates:
         if name != "sp":
@@ -156,7 +187,7 @@ def _random_part(prompts, acceptance: float, args, folder: str) -> dict[str, dic
     print("random-weight model: reference answers for the oracle ...", file=sys.stderr)
     reference = f"{folder}/reference.jsonl"
     with LiveEngine(EngineSpec(model=model, options=_OPTIONS)) as stock:
-        answers = stock.generate(prompts, args.max_tokens + 4).token_ids
+        answers = stock.generate(prompts, RANDOM_MAX_TOKENS + 4, 16, ignore_eos=True).token_ids
     rows = [{"prompt_token_ids": p, "token_ids": a} for p, a in zip(prompts, answers, strict=True)]
     Path(reference).write_text("\n".join(map(json.dumps, rows)))
     drafter = {"method": "oracle", "reference": reference, "acceptance": round(acceptance, 3)}
@@ -165,7 +196,8 @@ def _random_part(prompts, acceptance: float, args, folder: str) -> dict[str, dic
         "tp": EngineSpec(model=model, tensor=2, options=_OPTIONS),
         "sp": EngineSpec(model=model, stages=2, drafter=drafter, options=_OPTIONS),
     }
-    return _part("random weights, even heads, oracle drafts", specs, prompts, args, folder)
+    title = "random weights, even heads, oracle drafts"
+    return _part(title, specs, prompts, args, folder, ignore_eos=True)
 
 
 RANDOM_VOCAB = 16384
@@ -201,7 +233,7 @@ def _random_model(folder: str) -> str:
 
 def _print_rows(title: str, rows: dict[str, dict]) -> None:
     names = list(next(iter(rows.values()))["tokens_per_second"])
-    print(f"\n{title} (decode tokens/s, medians; ratio [lowest .. highest])")
+    print(f"\n{title} (tokens/s, medians; ratio [lowest .. highest])")
     for streams, row in rows.items():
         rates = "  ".join(f"{n} {row['tokens_per_second'][n]:8.2f}" for n in names)
         ratios = "  ".join(
@@ -240,7 +272,7 @@ def _save(path: str, result: dict, demo: dict, random: dict | None, args) -> Non
     record = {
         **result,
         "date": datetime.date.today().isoformat(),
-        "command": "spexis bench " + " ".join(sys.argv[1:]),
+        "command": " ".join(["spexis", *sys.argv[1:]]),
         "machine": {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.platform()},
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "settings": vars(args),

@@ -33,6 +33,8 @@ class Generated:
 
     seconds: float  # first request in to last token out
     decode_seconds: float  # from the moment every request had its first token
+    full_span: tuple[float, float]  # machine-wide clock: while every stream had a running request
+    full_tokens: int  # tokens that came out in that span
     token_ids: list[list[int]]  # by request
     counters: dict[str, int]  # Spexis' counters of this call; {} on stock
 
@@ -48,6 +50,15 @@ class Generated:
     def decode_tokens_per_second(self) -> float:
         """Tokens after each request's first, over the decode time."""
         return (self.num_tokens - len(self.token_ids)) / self.decode_seconds
+
+    @property
+    def full_tokens_per_second(self) -> float:
+        """Rate while every stream was taken: no ramp at the start, no lone stragglers at the end.
+
+        Prompts of requests that follow on a finished one are part of it.
+        """
+        begin, end = self.full_span
+        return self.full_tokens / (end - begin)
 
 
 class LiveEngine:
@@ -79,11 +90,25 @@ class LiveEngine:
         self.start_seconds = self._answer()["seconds"]
         return self
 
-    def generate(self, prompts: Sequence[list[int]], max_tokens: int) -> Generated:
-        """Greedy answers of exactly max_tokens tokens each, all requests at once."""
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        streams: int | None = None,
+        ignore_eos: bool = False,
+    ) -> Generated:
+        """Greedy answers of at most max_tokens tokens; exactly as many with ignore_eos.
+
+        streams: requests that run at a time, the next one follows when one ends (default: all).
+        """
         for other in self._alive:
             other._signal(signal.SIGCONT if other is self else signal.SIGSTOP)
-        command = {"prompts": list(prompts), "max_tokens": max_tokens}
+        command = {
+            "prompts": list(prompts),
+            "max_tokens": max_tokens,
+            "streams": streams or len(prompts),
+            "ignore_eos": ignore_eos,
+        }
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         return Generated(**self._answer())
@@ -137,23 +162,39 @@ def _generate(llm, command: dict) -> dict:
     scheduler.reset_prefix_cache()  # every call prefills alike
     counters = getattr(scheduler, "counters", None)
     before = counters.snapshot() if counters else {}
-    params = SamplingParams(temperature=0, max_tokens=command["max_tokens"], ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=command["max_tokens"], ignore_eos=command["ignore_eos"]
+    )
+    waiting = list(enumerate(command["prompts"]))[::-1]
+    token_ids: list[list[int]] = [[] for _ in waiting]
+    running: set[str] = set()
     begin = time.monotonic()
-    for i, ids in enumerate(command["prompts"]):
-        engine.add_request(str(i), {"prompt_token_ids": ids}, params)
-    token_ids: dict[str, list[int]] = {}
-    all_started = begin
-    while engine.has_unfinished_requests():
+    # Moments with the tokens so far: all streams answer; all requests answer; a stream is free.
+    full = all_started = free = None
+    while waiting or running:
+        while waiting and len(running) < command["streams"]:
+            index, ids = waiting.pop()
+            engine.add_request(str(index), {"prompt_token_ids": ids}, params)
+            running.add(str(index))
         for output in engine.step():
-            if output.request_id not in token_ids:
-                all_started = time.monotonic()
-            token_ids[output.request_id] = list(output.outputs[0].token_ids)
+            token_ids[int(output.request_id)] = list(output.outputs[0].token_ids)
+            if output.finished:
+                running.discard(output.request_id)
+        moment = (time.monotonic(), sum(map(len, token_ids)))
+        if full is None and sum(map(bool, token_ids)) >= command["streams"]:
+            full = moment
+        if all_started is None and all(token_ids):
+            all_started = moment
+        if free is None and not waiting and len(running) < command["streams"]:
+            free = moment
     end = time.monotonic()
     grown = {k: v - before[k] for k, v in counters.snapshot().items()} if counters else {}
     return {
         "seconds": end - begin,
-        "decode_seconds": end - all_started,
-        "token_ids": [token_ids[str(i)] for i in range(len(command["prompts"]))],
+        "decode_seconds": end - all_started[0],
+        "full_span": (full[0], free[0]),
+        "full_tokens": free[1] - full[1],
+        "token_ids": token_ids,
         "counters": grown,
     }
 

@@ -24,6 +24,42 @@ BUILT_IN = (
     "Describe how to make a simple vegetable soup.",
     "A train travels 180 km in 3 hours. What is its average speed? Explain.",
     "Why do leaves change their colour in autumn?",
+    "What is photosynthesis, and why does it matter?",
+    "Write a short poem about the first snow of winter.",
+    "Translate to English: Nous avons perdu les clefs de la maison pres du vieux marche.",
+    "A shop sells pens at 2 dollars and books at 9 dollars. Mia buys 4 pens and 3 books. How much "
+    "does she pay? Show the steps.",
+    "Summarize: A small bakery in the old town was closed for two years. Last week the owner's "
+    "daughter opened it again, with the same recipes and a new oven. People waited in a long line.",
+    "What should I pack for a three-day hike in the mountains?",
+    "Explain what a database index does, for a beginner.",
+    "Who wrote Don Quixote, and what is the book about?",
+    "Write a product description for a wooden desk lamp.",
+    "Give me three ideas for a rainy afternoon with two children.",
+    "How do vaccines protect people?",
+    "Write a SQL query that finds the ten customers with the largest total of orders.",
+    "What are the advantages and disadvantages of working from home?",
+    "A rectangle is 8 metres long and 5 metres wide. What are its area and its perimeter? Explain.",
+    "Translate to English: El mercado abre a las ocho y cierra a las dos de la tarde.",
+    "Tell me a joke about a programmer and explain why it is funny.",
+    "Context: The bridge at Ohrstad was built in 1931 and renewed in 1998. It carries two railway "
+    "tracks. Question: when was the bridge renewed, and what does it carry?",
+    "Describe the water cycle in a few sentences.",
+    "Write a letter to a friend about a visit to the sea.",
+    "How can I learn a new language faster?",
+    "What is inflation, and how does it affect savings?",
+    "Write a Python function that checks whether a word is a palindrome.",
+    "Why is the sea salty?",
+    "Give a short biography of Leonardo da Vinci.",
+    "Plan a simple dinner for four people and list what to buy.",
+    "If five workers build a wall in 12 days, how long do ten workers need? Explain.",
+    "Rewrite more politely: Send me the report now, you are already late.",
+    "Context: Tea plants grow best in warm, wet hills. Leaves are picked by hand, dried, rolled. "
+    "Question: how are tea leaves treated after picking?",
+    "What is the difference between a virus and a bacterium?",
+    "Write the opening of a detective story set in a train.",
+    "How does a bicycle stay upright while it moves?",
+    "List four ways to save water at home.",
 )
 
 
