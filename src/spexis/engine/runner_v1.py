@@ -212,8 +212,8 @@ class SpexisV1Mixin:
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output):
-        if self.pending is None:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+        if self.pending is None:  # not the last stage, or execute_model raised: vLLM then asks it
+            return None
         step, self.pending = self.pending, None
         batch, rows = self.input_batch, step.rows
         with self.timeline.busy(self.num_steps, rows, part="sample"):

@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CUDA worker with Spexis' model runner in place (CPU: worker_cpu.py)."""
+"""vLLM's CUDA worker with Spexis' model runner in place (CPU: worker_cpu.py).
 
+Also what both workers share: which runner mixin, and an end to a worker whose step failed.
+"""
+
+import functools
+
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
 from spexis.engine.lifeline import end_with_parent
+
+logger = init_logger("vllm.spexis.worker")
 
 
 def with_spexis(runner_class: type, use_v2: bool) -> type:
@@ -15,6 +24,35 @@ def with_spexis(runner_class: type, use_v2: bool) -> type:
     return type(f"Spexis{runner_class.__name__}", (Mixin, runner_class), {})
 
 
+def _ends_on_error(method):
+    """An exception in a step ends the worker, unless its rank is the one that replies.
+
+    vLLM 0.32 returns the exception of the replying rank (the last stage's first) and only logs
+    those of the others; the last stage then waits for hidden states that never come, and every
+    client with it. A worker that ends is noticed by the executor at once.
+    """
+
+    @functools.wraps(method)
+    def step(self, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            if get_pp_group().is_last_rank and get_tp_group().is_first_rank:
+                raise
+            logger.exception("A step failed on this stage: ending the worker")
+            raise SystemExit(1) from None
+
+    return step
+
+
+def end_on_error(worker_class: type) -> type:
+    """Class decorator: both calls of a step are guarded by _ends_on_error."""
+    for name in ("execute_model", "sample_tokens"):
+        setattr(worker_class, name, _ends_on_error(getattr(worker_class, name)))
+    return worker_class
+
+
+@end_on_error
 class SpexisWorker(Worker):
     def init_device(self) -> None:
         end_with_parent()
