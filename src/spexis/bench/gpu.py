@@ -115,24 +115,13 @@ class GpuBench:
         }
 
     def _record(self) -> dict[str, Any]:
-        settings = json.loads(json.dumps(self.settings()))
-        if self.args.resume and self.output.is_file():
-            record = json.loads(self.output.read_text())
-            for key, value in settings.items():
-                if record["settings"].get(key) != value:
-                    raise ConfigError(
-                        f"--resume: {self.output} was measured with {key} = "
-                        f"{record['settings'].get(key)!r}, not {value!r}; give another --output"
-                    )
-            record["commands"].append(machine.command())
-            record["failures"] = []  # tried again
-            return record
-        return {
+        """The raw part of the file; the result is worked out from it anew each time."""
+        record: dict[str, Any] = {
             "date": datetime.date.today().isoformat(),
-            "commands": [machine.command()],
+            "commands": [],
             "hardware": machine.hardware(),
             "versions": machine.versions(),
-            "settings": settings,
+            "settings": json.loads(json.dumps(self.settings())),
             "cells": [],
             "engines": [],
             "failures": [],
@@ -140,6 +129,19 @@ class GpuBench:
             "splits": {},
             "drafter_seconds": {},
         }
+        if self.args.resume and self.output.is_file():
+            before = json.loads(self.output.read_text())
+            for what in ("settings", "versions"):
+                for key, value in record[what].items():
+                    if before[what].get(key) != value:
+                        raise ConfigError(
+                            f"--resume: {self.output} was measured with {key} = "
+                            f"{before[what].get(key)!r}, not {value!r}; give another --output"
+                        )
+            # Failures are not carried over: what failed is tried again.
+            record |= {key: before[key] for key in record if key not in ("failures", "hardware")}
+        record["commands"].append(machine.command())
+        return record
 
     def save(self) -> None:
         self.output.parent.mkdir(parents=True, exist_ok=True)
