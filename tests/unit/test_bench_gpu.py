@@ -209,6 +209,17 @@ def test_a_whole_run(bench, capsys):
     assert last["single_stream_speedup"] == {"0.785": record["sp_over_pp"]["1"]["0.785"]}
 
 
+def test_the_report_can_be_made_again_from_the_file(bench, tmp_path, capsys):
+    bench("--p2p", "on")
+    picture = tmp_path / "out.svg"
+    table = capsys.readouterr().out.partition("\nlaw's limit")[0]
+    drawn = picture.read_text()
+    picture.unlink()
+    assert gpu_report.main([str(tmp_path / "out.json")]) == 0
+    assert capsys.readouterr().out.startswith(table)
+    assert picture.read_text() == drawn
+
+
 def test_resume_measures_only_what_is_missing(bench):
     first = bench("--engines", "sp2", "pp2")
     FakeEngine.started = []

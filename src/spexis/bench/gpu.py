@@ -378,11 +378,15 @@ class GpuBench:
             print(f"{'holds' if holds else 'MISSED'}: {name} {measured:.3f}, wanted {wanted}")
         for failure in self.record["failures"]:
             print(f"FAILED: {failure['what']}: {failure['error'].splitlines()[0]}")
+        self.save()
         if cells:
             title = f"{self.args.preset}, {self.name} dimensions, random weights"
             picture = str(self.output.with_suffix(".svg"))
-            gpu_report.plot(title, self.kinds, cells, result["step_seconds"], picture)
-        self.save()
+            try:
+                gpu_report.plot(title, self.kinds, cells, result["step_seconds"], picture)
+            except ImportError as error:
+                again = f"python -m spexis.bench.gpu_report {self.output}"
+                print(f"no picture ({error}); `{again}` draws it elsewhere", file=sys.stderr)
         shown = ("name", "ok", "complete", *summary, "seconds")
         line = {key: result[key] for key in shown}
         print(json.dumps({**line, "output": str(self.output)}))

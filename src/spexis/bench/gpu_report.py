@@ -14,8 +14,11 @@ measured is absent, never zero.
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from spexis.bench.gpu_kinds import KINDS, NO_P2P, TENSOR, WANTED, Kind
@@ -220,3 +223,24 @@ def plot(
             axis.legend(fontsize=8, frameon=False)
     figure.savefig(path, metadata={"Date": None} if path.endswith("svg") else None)
     plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Table and picture of a result file that a run has written."""
+    parser = argparse.ArgumentParser(prog="python -m spexis.bench.gpu_report")
+    parser.add_argument("file", help="JSON of `spexis bench --preset gpu2 | gpu4`")
+    path = Path(parser.parse_args(argv).file)
+    record = json.loads(path.read_text())
+    preset, dims = record["settings"]["preset"], record["settings"]["model"]["name"]
+    cells, steps = record["cells"], record["step_seconds"]
+    names = {cell["engine"] for cell in cells}
+    kinds = [k for base in KINDS[preset] for k in (base, base.without_p2p()) if k.name in names]
+    print(table(preset, kinds, cells, summarise(preset, cells, steps)))
+    picture = str(path.with_suffix(".svg"))
+    plot(f"{preset}, {dims} dimensions, random weights", kinds, cells, steps, picture)
+    print(picture)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
