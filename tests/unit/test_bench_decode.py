@@ -278,6 +278,7 @@ def test_one_device_has_no_link():
         (["--preset", "cpu"], "cpu"),
         (["--preset", "gpu2", "--dims", "tiny"], "gpu"),
         (["--dims", "l70", "--preset=gpu4"], "gpu"),
+        (["--preset", "gpu2", "--p", "0.5", "0.8"], "gpu"),  # --p is not short for --preset
     ],
 )
 def test_presets_choose_a_module(monkeypatch, argv, module):

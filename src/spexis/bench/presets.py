@@ -20,7 +20,7 @@ PRESETS = {"cpu": "cpu", "gpu2": "gpu", "gpu4": "gpu"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="spexis bench", add_help=False)
+    parser = argparse.ArgumentParser(prog="spexis bench", add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", choices=list(PRESETS))
     chosen, _ = parser.parse_known_args(args)
     if chosen.preset is None and any(arg in ("-h", "--help") for arg in args):
