@@ -19,6 +19,10 @@ export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 
 DEVICES=$("$PYTHON" -c "from spexis.bench.machine import num_gpus; print(num_gpus())") || exit 1
 echo "devices: $DEVICES"
+if [ "$DEVICES" -eq 0 ]; then
+  echo '{"name": "gpu-check", "ok": false, "devices": 0, "failed": ["no CUDA device here"]}'
+  exit 1
+fi
 "$PYTHON" -c "import torch, vllm; print('torch', torch.__version__, 'vllm', vllm.__version__)" ||
   exit 1
 FAILED=

@@ -10,9 +10,11 @@ import pytest
 
 from spexis.bench import decode, dims, links, machine, presets, profile
 from spexis.bench.decode import DecodeSpec, arrivals, environment, llm_arguments, window_spread
+from spexis.bench.decode_child import Child
 from spexis.bench.options import add_engine_options, engine_options
 from spexis.config import ConfigError
 from spexis.core.stage_curve import StageCurve
+from spexis.observability.counters import SpexisCounters
 
 SP = {"method": "synthetic", "acceptance": 0.5}
 
@@ -52,6 +54,63 @@ def test_spread_of_a_window():
     low, high = window_spread(slower)
     assert (low, high) == pytest.approx((20, 40))
     assert window_spread([(0.0, 0), (2.0, 10)]) == [5, 5]
+
+
+class FakeCore:
+    """An engine core of two stages: a request's token comes at every second step."""
+
+    def __init__(self):
+        self.scheduler = SimpleNamespace(
+            has_requests=lambda: bool(self.joined), counters=SpexisCounters(num_stages=2)
+        )
+        self.batch_queue, self.joined, self.step, self.added = [], {}, 0, []
+
+    def add(self, index, context, max_tokens):
+        name = str(index)
+        self.joined[name] = self.step % 2
+        self.added.append((self.step, name))
+        return name
+
+    def get_output(self):
+        parity, self.step = self.step % 2, self.step + 1
+        names = [name for name, at in self.joined.items() if at == parity]
+        self.scheduler.counters.steps += 1
+        self.scheduler.counters.tokens += len(names)
+        self.scheduler.counters.discarded_rows += len(names)
+        outputs = [SimpleNamespace(request_id=name, new_token_ids=[7]) for name in names]
+        return SimpleNamespace(outputs=outputs)
+
+
+def fake_child(kv_tokens=10**6):
+    child, core = object.__new__(Child), FakeCore()
+    limits = SimpleNamespace(max_num_batched_tokens=46)
+    child.engine = SimpleNamespace(
+        engine_core=core,
+        abort_request=lambda ids: [core.joined.pop(name) for name in ids],
+        vllm_config=SimpleNamespace(scheduler_config=limits),
+    )
+    child.core, child.scheduler, child.stages, child.num_runs = core, core.scheduler, 2, 0
+    child.started = lambda: {"kv_tokens": kv_tokens}
+    child._add = core.add
+    return child, core
+
+
+def test_a_measurement_counts_the_window_only():
+    child, core = fake_child()
+    found = child.decode(rows=6, context=20, tokens=10, warm=3)
+    # 46 tokens a step: six rows decode, so two prompts of 20 fit; both micro-batches alike.
+    assert [step for step, _ in core.added] == [0, 0, 1, 1, 2, 3]
+    assert found["tokens_per_step"] == [3, 3]
+    assert 60 <= found["tokens"] <= 62 and found["steps"] == pytest.approx(20, abs=1)
+    assert found["rows_per_token"] == 2.0  # of the window; counters began before it
+    assert found["rate"] == pytest.approx(found["tokens"] / found["seconds"])
+    assert core.joined == {}  # nothing is left behind
+
+
+def test_what_does_not_fit_is_skipped_with_the_reason():
+    child, core = fake_child(kv_tokens=100)
+    assert "KV cache" in child.decode(rows=6, context=20, tokens=10, warm=3)["skipped"]
+    assert core.added == []
 
 
 # -- arguments and environments --------------------------------------------------------------------

@@ -140,6 +140,7 @@ class FakeEngine:
 
     started: list = []  # noqa: RUF012 (reset by the fixture)
     broken: set = set()  # noqa: RUF012
+    tokens: dict = {}  # noqa: RUF012
 
     def __init__(self, spec, log, timeout=1.0):
         self.spec, self.log, self.acceptance = spec, log, None
@@ -162,8 +163,9 @@ class FakeEngine:
             self.acceptance = arguments["acceptance"]
             return {"stages": 2}
         assert do == "decode"
+        FakeEngine.tokens[self.spec.drafter is not None, arguments["rows"]] = arguments["tokens"]
         rate = arguments["rows"] / STAGE / 2
-        if self.spec.drafter:
+        if (self.spec.drafter or {}).get("method") == "synthetic":
             rate *= 2 * tokens_per_step(self.acceptance, 2)
         return {"rows": arguments["rows"], "rate": rate, "spread": [rate, rate]}
 
@@ -178,7 +180,7 @@ def fake_stage(model, *, layers, batches, contexts, **_):
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    FakeEngine.started, FakeEngine.broken = [], set()
+    FakeEngine.started, FakeEngine.broken, FakeEngine.tokens = [], set(), {}
     monkeypatch.setattr(gpu, "DecodeEngine", FakeEngine)
     monkeypatch.setattr(gpu, "measure_stage", fake_stage)
     monkeypatch.setattr(gpu.engines, "kill_on_signals", lambda: None)
@@ -202,6 +204,9 @@ def test_a_whole_run(bench, capsys):
     assert record["step_seconds"]["sp2"]["64"]["bare"] == pytest.approx(STAGE)
     assert record["sp_over_pp"]["64"]["0.785"] == pytest.approx(2 / 1.215, abs=1e-3)
     assert record["law_share_bare"]["64"]["0.785"] == pytest.approx(1.0)
+    # One request's acceptance needs a long window, that of 64 does not, nor does stock.
+    tokens = {(True, 1): 512, (True, 64): 64, (False, 1): 64, (False, 64): 64}
+    assert FakeEngine.tokens == tokens
     assert len(record["cells"]) == 2 * 6 and record["failures"] == []
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     for key in ("name", "ok", "sp_over_pp", "sp_over_tp_no_p2p", "sp_over_tp", "law_share"):
@@ -259,6 +264,13 @@ def test_splits_by_hand_and_for_stock(bench):
     record = bench("--p2p", "on", "--split", "42,38", "--stock-split", "same")
     splits = {engine["engine"]: engine["split"] for engine in record["engines"]}
     assert splits == {"sp2": [42, 38], "pp2": [42, 38], "tp2": None}
+
+
+def test_speculation_off_against_stock(bench):
+    record = bench("--engines", "pp2", "off2", "--no-profile")
+    assert FakeEngine.started == ["pp2", "off2"]
+    assert record["off_over_pp"] == {"1": 1.0, "64": 1.0}
+    assert record["wanted"]["off_over_pp 64"] == [1.0, 0.98, True]
 
 
 def test_without_a_profile_there_is_no_limit(bench):

@@ -61,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens a request in the window")
+    parser.add_argument(
+        "--min-drafts",
+        type=int,
+        default=512,
+        help="SP at few requests: a longer window, until about this many guesses (default: 512)",
+    )
     parser.add_argument("--warm", type=int, default=8, help="tokens a request before the window")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-seqs", type=int, help="default: the largest batch")
@@ -107,6 +113,7 @@ class GpuBench:
             "prompt": self.args.prompt,
             "tokens": self.args.tokens,
             "warm": self.args.warm,
+            "min_drafts": self.args.min_drafts,
             "max_num_seqs": self.max_num_seqs,
             "max_model_len": self.args.max_model_len,
             "split": self.args.split,
@@ -169,6 +176,12 @@ class GpuBench:
         }
         wanted = [(rows, p) for rows in self.batches[::-1] for p in self.acceptances(kind)]
         return [cell for cell in wanted if cell not in have]
+
+    def tokens(self, rows: int, p: float | None) -> int:
+        """Tokens a request in the window: of few guesses the share that is right is chance."""
+        if p is None:
+            return self.args.tokens
+        return max(self.args.tokens, -(-self.args.min_drafts // rows))
 
     def turns(self) -> Iterator[tuple[int, Kind]]:
         """Engines in the order in which they run."""
@@ -252,7 +265,7 @@ class GpuBench:
                         "decode",
                         rows=rows,
                         context=self.args.prompt,
-                        tokens=self.args.tokens,
+                        tokens=self.tokens(rows, p),
                         warm=self.args.warm,
                     )
                     cell = {"engine": kind.name, "round": number, "p": p, "rows": rows, **found}
@@ -284,7 +297,7 @@ class GpuBench:
             device=self.device,
             stages=kind.stages,
             tensor=kind.tensor,
-            drafter={"method": "synthetic", "acceptance": 0.5} if kind.is_sp else None,
+            drafter={"method": kind.drafter} if kind.drafter else None,
             split=self.split(kind),
             p2p=kind.p2p,
             max_num_seqs=self.max_num_seqs,
@@ -367,7 +380,7 @@ class GpuBench:
         summary = {
             key: value
             for key, value in result.items()
-            if key.startswith(("sp_over", "law_share", "best", "single"))
+            if key.startswith(("sp_over", "law_share", "best", "single", "off_"))
         }
         print(gpu_report.table(self.args.preset, self.kinds, cells, summary))
         for kind, limits in result["law_limit"].items():

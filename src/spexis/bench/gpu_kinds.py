@@ -22,15 +22,17 @@ class Kind:
     name: str
     stages: int
     tensor: int
+    drafter: str | None = None
+    """Method: "synthetic" is SP, "none" Spexis with speculation off, None stock vLLM."""
     acceptance: tuple[float, ...] = ()
-    """Acceptances to measure unless asked otherwise; () is stock vLLM."""
+    """sp: acceptances to measure unless asked otherwise."""
     against: str | None = None
     """sp: the stock pipeline of the same shape."""
     p2p: bool = True
 
     @property
     def is_sp(self) -> bool:
-        return bool(self.acceptance)
+        return self.drafter == "synthetic"
 
     def without_p2p(self) -> Kind:
         return replace(self, name=self.name + NO_P2P, p2p=False)
@@ -38,17 +40,43 @@ class Kind:
 
 KINDS: dict[str, tuple[Kind, ...]] = {
     "gpu2": (
-        Kind(name="sp2", stages=2, tensor=1, acceptance=(0.596, 0.7, 0.785, 0.88), against="pp2"),
+        Kind(
+            name="sp2",
+            stages=2,
+            tensor=1,
+            drafter="synthetic",
+            acceptance=(0.596, 0.7, 0.785, 0.88),
+            against="pp2",
+        ),
         Kind(name="pp2", stages=2, tensor=1),
         Kind(name="tp2", stages=1, tensor=2),
     ),
     "gpu4": (
-        Kind(name="sp4", stages=4, tensor=1, acceptance=(0.634,), against="pp4"),
-        Kind(name="sp2tp2", stages=2, tensor=2, acceptance=(0.785,), against="tp2pp2"),
+        Kind(
+            name="sp4",
+            stages=4,
+            tensor=1,
+            drafter="synthetic",
+            acceptance=(0.634,),
+            against="pp4",
+        ),
+        Kind(
+            name="sp2tp2",
+            stages=2,
+            tensor=2,
+            drafter="synthetic",
+            acceptance=(0.785,),
+            against="tp2pp2",
+        ),
         Kind(name="pp4", stages=4, tensor=1),
         Kind(name="tp2pp2", stages=2, tensor=2),
         Kind(name="tp4", stages=1, tensor=4),
     ),
+}
+# Run only where --engines names them.
+EXTRA: dict[str, tuple[Kind, ...]] = {
+    "gpu2": (Kind(name="off2", stages=2, tensor=1, drafter="none", against="pp2"),),
+    "gpu4": (),
 }
 TENSOR = {"gpu2": "tp2", "gpu4": "tp4"}  # the stock kind without stages
 BATCHES = {"gpu2": (1, 16, 32, 64, 96, 128, 192, 256), "gpu4": (1, 32, 64, 128, 256)}
@@ -67,6 +95,7 @@ WANTED: dict[tuple[str, str], tuple[tuple[str, str, str | None, float], ...]] = 
         ("law_share_bare", "64", "0.785", 0.92),
         ("law_share_bare", "128", "0.785", 0.92),
         ("sp_over_pp", "1", "0.785", 1.60),
+        *(("off_over_pp", str(batch), None, 0.98) for batch in BATCHES["gpu2"]),
     ),
     ("gpu4", "l70"): tuple(
         ("best_sp_over_best_stock_no_p2p", batch, None, 1.34) for batch in ("64", "128")
@@ -81,7 +110,8 @@ def engines_of(preset: str, p2p: str, names: Sequence[str] | None) -> list[Kind]
     cost a pipeline little on any link.
     """
     kinds = KINDS[preset]
-    every = {kind.name: kind for kind in (*kinds, *(k.without_p2p() for k in kinds))}
+    known = (*kinds, *EXTRA[preset])
+    every = {kind.name: kind for kind in (*known, *(k.without_p2p() for k in known))}
     if names:
         unknown = [name for name in names if name not in every]
         if unknown:

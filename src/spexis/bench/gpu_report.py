@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spexis.bench.gpu_kinds import KINDS, NO_P2P, TENSOR, WANTED, Kind
+from spexis.bench.gpu_kinds import EXTRA, KINDS, NO_P2P, TENSOR, WANTED, Kind
 from spexis.core.stage_curve import law_limit
 
 Cell = Mapping[str, Any]
@@ -98,7 +98,12 @@ def summarise(preset: str, cells: Sequence[Cell], steps: Mapping[str, Any]) -> d
     for fields in by_kind.values():
         fields["single_stream_speedup"] = fields["sp_over_pp"].get("1", {})
     if len(by_kind) == 1:
-        return next(iter(by_kind.values()))
+        off = {
+            rows: by_p["None"]
+            for kind in EXTRA[preset]
+            for rows, by_p in ratios(cells, kind.name, kind.against).items()
+        }
+        return {**next(iter(by_kind.values())), "off_over_pp": off}
     fields = {
         field: {kind: values[field] for kind, values in by_kind.items()}
         for field in next(iter(by_kind.values()))
@@ -234,7 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     preset, dims = record["settings"]["preset"], record["settings"]["model"]["name"]
     cells, steps = record["cells"], record["step_seconds"]
     names = {cell["engine"] for cell in cells}
-    kinds = [k for base in KINDS[preset] for k in (base, base.without_p2p()) if k.name in names]
+    known = (*KINDS[preset], *EXTRA[preset])
+    kinds = [k for base in known for k in (base, base.without_p2p()) if k.name in names]
     print(table(preset, kinds, cells, summarise(preset, cells, steps)))
     picture = str(path.with_suffix(".svg"))
     plot(f"{preset}, {dims} dimensions, random weights", kinds, cells, steps, picture)
