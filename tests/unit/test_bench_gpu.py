@@ -184,6 +184,8 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "DecodeEngine", FakeEngine)
     monkeypatch.setattr(gpu, "measure_stage", fake_stage)
     monkeypatch.setattr(gpu.engines, "kill_on_signals", lambda: None)
+    plots = []  # drawing takes a second; it has a test of its own
+    monkeypatch.setattr(gpu_report, "plot", lambda *arguments: plots.append(arguments))
 
     def run(*argv):
         output = tmp_path / "out.json"
@@ -191,6 +193,7 @@ def bench(monkeypatch, tmp_path):
         gpu.main([*fixed, "--batches", "1", "64", "--p", "0.785", *argv])
         return json.loads(output.read_text())
 
+    run.plots = plots
     return run
 
 
@@ -214,15 +217,20 @@ def test_a_whole_run(bench, capsys):
     assert last["single_stream_speedup"] == {"0.785": record["sp_over_pp"]["1"]["0.785"]}
 
 
+def test_graphs_for_what_any_kind_runs(bench):
+    sizes = gpu.capture_sizes("gpu2", [64, 100], 128)
+    assert sizes == [1, 8, 16, 32, 48, 50, 64, 96, 100, 128]
+    record = bench("--engines", "pp2", "--capture-batches")
+    graphs = record["settings"]["options"]["compilation_config"]["cudagraph_capture_sizes"]
+    assert {1, 32, 64} <= set(graphs)
+
+
 def test_the_report_can_be_made_again_from_the_file(bench, tmp_path, capsys):
     bench("--p2p", "on")
-    picture = tmp_path / "out.svg"
     table = capsys.readouterr().out.partition("\nlaw's limit")[0]
-    drawn = picture.read_text()
-    picture.unlink()
     assert gpu_report.main([str(tmp_path / "out.json")]) == 0
     assert capsys.readouterr().out.startswith(table)
-    assert picture.read_text() == drawn
+    assert bench.plots[0] == bench.plots[1]  # title, kinds, cells, step times, file
 
 
 def test_resume_measures_only_what_is_missing(bench):

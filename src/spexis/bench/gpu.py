@@ -78,12 +78,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stock-split", choices=["even", "same"], default="even", help="of stock pipelines"
     )
+    parser.add_argument(
+        "--capture-batches",
+        action="store_true",
+        help="CUDA graphs for the preset's batches and a stage's share of them only",
+    )
     parser.add_argument("--no-profile", dest="profile", action="store_false")
     parser.add_argument("--output", help="JSON file (default: PRESET-DIMS.json)")
     parser.add_argument("--resume", action="store_true", help="go on with what --output holds")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="then stop in order")
     add_engine_options(parser)
     return parser
+
+
+def capture_sizes(preset: str, batches: Sequence[int], max_num_seqs: int) -> list[int]:
+    """Rows of the steps that any kind of the preset runs: a stock pipeline's are shares of B."""
+    every = {*batches, *(b for b in BATCHES[preset] if b <= max_num_seqs)}
+    stages = {kind.stages for kind in KINDS[preset]}
+    return sorted({-(-rows // parts) for rows in every for parts in (1, *stages)})
 
 
 class GpuBench:
@@ -98,6 +110,8 @@ class GpuBench:
         self.batches = sorted(set(args.batches or BATCHES[args.preset]))
         self.max_num_seqs = args.max_num_seqs or max(self.batches)
         self.kinds = engines_of(args.preset, args.p2p, args.engines)
+        if args.capture_batches:
+            args.capture_sizes = capture_sizes(args.preset, self.batches, self.max_num_seqs)
         self.options = engine_options(args)
         self.layers = dims.sizes(args.dims)["num_hidden_layers"]
         self.record = self._record()
