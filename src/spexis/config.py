@@ -81,11 +81,46 @@ class DrafterConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementConfig:
+    """Which layers run on which stage. VLLM_PP_LAYER_PARTITION, where set, wins."""
+
+    layers: tuple[int, ...] | None = None
+    """Layers per stage, first stage first."""
+    profile: str | None = None
+    """File of `spexis profile`: the split with the fastest slowest stage by its times."""
+    rows: int | None = None
+    """profile: rows of a step to balance at; null takes the most that were measured."""
+    drafter_seconds: float = 0.0
+    """profile: what the drafter adds to a step of the first stage, in seconds."""
+
+    @classmethod
+    def from_dict(cls, block: Any, path: str = "spexis.placement") -> PlacementConfig | None:
+        if block is None:
+            return None
+        block = _mapping(block, path)
+        _known_keys(block, tuple(_PLACEMENT_FIELDS), path)
+        values = {key: _PLACEMENT_FIELDS[key](block[key], f"{path}.{key}") for key in block}
+        if (values.get("layers") is None) == (values.get("profile") is None):
+            raise ConfigError(f"{path} is {dict(block)!r}: allowed is one of layers and profile")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layers": None if self.layers is None else list(self.layers),
+            "profile": self.profile,
+            "rows": self.rows,
+            "drafter_seconds": self.drafter_seconds,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SpexisConfig:
     """Everything a user can set; `{}` is a complete, sensible configuration."""
 
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     """The guesses of the first stage."""
+    placement: PlacementConfig | None = None
+    """Layers per stage; null leaves the split to the exit drafter, else to vLLM (even)."""
     steps_in_flight: int | None = None
     """Steps handed to the pipeline at once, N to 2N for N stages; null leaves it to vLLM."""
     iteration_log: str | None = None
@@ -110,6 +145,7 @@ class SpexisConfig:
     def to_dict(self) -> dict[str, Any]:
         return {
             "drafter": self.drafter.to_dict(),
+            "placement": None if self.placement is None else self.placement.to_dict(),
             "steps_in_flight": self.steps_in_flight,
             "iteration_log": self.iteration_log,
             "timeline_log": self.timeline_log,
@@ -144,6 +180,26 @@ def _share(value: Any, path: str) -> float:
     raise ConfigError(f"{path} is {value!r}: allowed is a number from 0 to 1")
 
 
+def _layers_or_null(value: Any, path: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, list | tuple) and value:
+        return tuple(_whole_above_zero(item, path) for item in value)
+    raise ConfigError(f"{path} is {value!r}: allowed are a list of layer counts or null")
+
+
+def _whole_above_zero(value: Any, path: str) -> int:
+    if _whole_or_null(value, path) is None:
+        raise ConfigError(f"{path} holds {value!r}: allowed are whole numbers above 0")
+    return value
+
+
+def _seconds(value: Any, path: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    raise ConfigError(f"{path} is {value!r}: allowed is a number of seconds, 0 or more")
+
+
 def _method(value: Any, path: str) -> str:
     return value  # checked first, because it decides which keys are allowed
 
@@ -159,8 +215,16 @@ _DRAFTER_FIELDS: dict[str, _Check] = {
     "seed": _whole,
 }
 
+_PLACEMENT_FIELDS: dict[str, _Check] = {
+    "layers": _layers_or_null,
+    "profile": _text_or_null,
+    "rows": _whole_or_null,
+    "drafter_seconds": _seconds,
+}
+
 _FIELDS: dict[str, _Check] = {
     "drafter": DrafterConfig.from_dict,
+    "placement": PlacementConfig.from_dict,
     "steps_in_flight": _whole_or_null,
     "iteration_log": _text_or_null,
     "timeline_log": _text_or_null,

@@ -20,12 +20,13 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.util
+import json
 import logging
 import os
 import sys
 from typing import Any
 
-from spexis.config import CONFIG_KEY, ConfigError, DrafterConfig, SpexisConfig
+from spexis.config import CONFIG_KEY, ConfigError, DrafterConfig, PlacementConfig, SpexisConfig
 
 TARGET = "vllm.engine.arg_utils"
 PARTITION_ENV = "VLLM_PP_LAYER_PARTITION"
@@ -138,13 +139,15 @@ def _place(vllm_config: Any, config: SpexisConfig) -> SpexisConfig:
     split = os.environ.get(PARTITION_ENV)
     if config.drafter.method == "exit":
         resolved = _resolve_drafter(model, config.drafter)
-        split = _exit_partition(model, stages, resolved.exit_layer, split)
+        split = _exit_partition(model, stages, resolved.exit_layer, split, config.placement)
         drafter = DrafterConfig(
             method="exit",
             model=resolved.folder,
             draft_vocab_size=resolved.draft_vocab_size,
         )
         config = SpexisConfig.from_dict({**config.to_dict(), "drafter": drafter.to_dict()})
+    elif config.placement is not None:
+        split = _chosen_partition(model, stages, config.placement, split)
     if vllm_config.device_config.device_type == "cpu":
         _bind_cores(parallel.local_world_size)
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
@@ -175,7 +178,13 @@ def _resolve_drafter(model: Any, drafter: DrafterConfig) -> Any:
     return resolved
 
 
-def _exit_partition(model: Any, stages: int, exit_layer: int, given: str | None) -> str:
+def _exit_partition(
+    model: Any,
+    stages: int,
+    exit_layer: int,
+    given: str | None,
+    placement: PlacementConfig | None = None,
+) -> str:
     """Layers per stage with the first ending at the exit layer; sets the variable when unset."""
     from spexis.core.placement import layer_partition
 
@@ -186,12 +195,69 @@ def _exit_partition(model: Any, stages: int, exit_layer: int, given: str | None)
                 f"drafter's exit layer {exit_layer}; unset it, or start it with {exit_layer}"
             )
         return given
+    if placement is not None:
+        if placement.layers is not None and placement.layers[0] != exit_layer:
+            raise ConfigError(
+                f"spexis.placement.layers {list(placement.layers)} ends the first stage elsewhere "
+                f"than the drafter's exit layer {exit_layer}; start it with {exit_layer}"
+            )
+        return _chosen_partition(model, stages, placement, None, exit_layer)
     try:
         split = layer_partition(model.get_total_num_hidden_layers(), exit_layer, stages)
     except ValueError as err:
         raise ConfigError(
             f"spexis: {err}; use fewer stages or a drafter with an earlier exit"
         ) from None
+    return _set_partition(split)
+
+
+def _chosen_partition(
+    model: Any,
+    stages: int,
+    placement: PlacementConfig,
+    given: str | None,
+    first_layers: int | None = None,
+) -> str:
+    """Layers per stage as the block asks, by count or by measured times."""
+    from spexis.core.placement import balanced_partition
+
+    if given is not None:
+        logger.warning("Spexis: %s=%s wins over spexis.placement", PARTITION_ENV, given)
+        return given
+    num_layers = model.get_total_num_hidden_layers()
+    if placement.layers is not None:
+        split = list(placement.layers)
+        if len(split) != stages or sum(split) != num_layers:
+            raise ConfigError(
+                f"spexis.placement.layers {split} must be {stages} counts that add up to the "
+                f"model's {num_layers} layers"
+            )
+        return _set_partition(split)
+    try:
+        costs = _profile_costs(model.hf_text_config, placement)
+        split = balanced_partition(num_layers, stages, costs, first_layers)
+    except (OSError, ValueError, KeyError) as err:
+        raise ConfigError(f"spexis.placement.profile {placement.profile}: {err}") from None
+    times = ", ".join(f"{1e3 * seconds:.2f}" for seconds in costs.of_split(split))
+    logger.info("Spexis: stage times by %s: %s ms", placement.profile, times)
+    return _set_partition(split)
+
+
+def _profile_costs(sizes: Any, placement: PlacementConfig) -> Any:
+    """What a layer, the drafter and the head take, by the profile of the same model."""
+    from spexis.core.stage_curve import StageCurve
+
+    with open(placement.profile, encoding="utf-8") as file:
+        profile = json.load(file)
+    curve = StageCurve.from_profile(profile)
+    for key in ("hidden_size", "intermediate_size", "vocab_size"):
+        there, here = profile["model"].get(key), getattr(sizes, key, None)
+        if there is not None and here is not None and there != here:
+            raise ValueError(f"made for another model ({key} is {there} there and {here} here)")
+    return curve.costs(placement.rows or curve.max_rows, placement.drafter_seconds)
+
+
+def _set_partition(split: list[int]) -> str:
     value = ",".join(map(str, split))
     _set_env(PARTITION_ENV, value)
     return value

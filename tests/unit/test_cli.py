@@ -201,6 +201,20 @@ def test_serve_prints_the_configuration_once_and_runs(monkeypatch, capsys):
         assert word in printed.err
 
 
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({}, "the split follows the drafter's exit layer"),
+        ({"drafter": {"method": "none"}}, "layers split evenly"),
+        ({"placement": {"layers": [16, 14]}}, "2 (16,14 layers)"),
+        ({"placement": {"profile": "p.json"}}, "split by the times in p.json"),
+    ],
+)
+def test_serve_says_how_layers_are_split(block, words, capsys):
+    cli.main(["serve", "m", "--dry-run", "--spexis", json.dumps(block)])
+    assert words in capsys.readouterr().err
+
+
 def test_serve_dry_run_prints_the_command_only(capsys):
     assert cli.main(["serve", "m", "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("vllm serve m --pipeline-parallel-size 2")

@@ -9,7 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from spexis.config import DRAFTER_KEYS, ConfigError, DrafterConfig, SpexisConfig
+from spexis.config import (
+    DRAFTER_KEYS,
+    ConfigError,
+    DrafterConfig,
+    PlacementConfig,
+    SpexisConfig,
+)
 
 ORACLE = {"method": "oracle", "reference": "ref.jsonl", "acceptance": 0.5, "seed": 3}
 
@@ -24,9 +30,16 @@ def test_public_options_are_frozen():
     """Adding or renaming an option is a decision: change this list, the docs and the changelog."""
     assert [f.name for f in dataclasses.fields(SpexisConfig)] == [
         "drafter",
+        "placement",
         "steps_in_flight",
         "iteration_log",
         "timeline_log",
+    ]
+    assert [f.name for f in dataclasses.fields(PlacementConfig)] == [
+        "layers",
+        "profile",
+        "rows",
+        "drafter_seconds",
     ]
     assert DRAFTER_KEYS == {
         "exit": ("model", "draft_vocab_size"),
@@ -45,6 +58,9 @@ def test_public_options_are_frozen():
         {"drafter": ORACLE, "steps_in_flight": 3},
         {"drafter": {"method": "synthetic", "acceptance": 1}, "iteration_log": "a.jsonl"},
         {"drafter": {"method": "none"}, "timeline_log": "t"},
+        {"placement": {"layers": [16, 14]}},
+        {"placement": {"profile": "p.json", "rows": 64, "drafter_seconds": 0.001}},
+        {"placement": None},
     ],
 )
 def test_round_trip_is_json_and_stable(block):
@@ -75,6 +91,13 @@ def test_round_trip_is_json_and_stable(block):
         ({"drafter": {"model": 3}}, ["model is 3", "string or null"]),
         ({"drafter": {"draft_vocab_size": 0}}, ["draft_vocab_size is 0", "above 0"]),
         ({"drafter": {"draft_vocab_size": 1.5}}, ["draft_vocab_size is 1.5"]),
+        ({"placement": {}}, ["spexis.placement is {}", "one of layers and profile"]),
+        ({"placement": {"layers": [1], "profile": "p"}}, ["one of layers and profile"]),
+        ({"placement": {"layers": [16, 0]}}, ["spexis.placement.layers", "0", "above 0"]),
+        ({"placement": {"layers": [16, None]}}, ["spexis.placement.layers", "None"]),
+        ({"placement": {"layers": 16}}, ["spexis.placement.layers is 16", "list"]),
+        ({"placement": {"layer": [1]}}, ["did you mean layers?"]),
+        ({"placement": {"profile": "p", "drafter_seconds": -1}}, ["drafter_seconds is -1"]),
         ({"steps_in_flight": "2"}, ["steps_in_flight is '2'", "whole number"]),
         ({"steps_in_flight": True}, ["steps_in_flight is True"]),
         ({"iteration_log": 1}, ["iteration_log is 1"]),

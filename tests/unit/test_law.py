@@ -4,7 +4,12 @@
 import pytest
 
 from spexis.core import law
-from spexis.core.placement import cpu_binding, layer_partition
+from spexis.core.placement import (
+    StageCosts,
+    balanced_partition,
+    cpu_binding,
+    layer_partition,
+)
 
 ACCEPTANCE = (0.0, 0.3, 0.5, 0.8, 1.0)
 
@@ -65,6 +70,51 @@ def test_layer_partition(layers, exit_layer, stages, split):
 def test_layer_partition_refuses_the_impossible(bad):
     with pytest.raises(ValueError, match="cannot split"):
         layer_partition(*bad)
+
+
+def splits(num_layers, num_stages):
+    """Every split of the layers over the stages, at least one each."""
+    if num_stages == 1:
+        return [[num_layers]]
+    return [
+        [first, *rest]
+        for first in range(1, num_layers - num_stages + 2)
+        for rest in splits(num_layers - first, num_stages - 1)
+    ]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("first", [0.0, 0.7, 3.2])
+@pytest.mark.parametrize("last", [0.0, 1.3, 6.0])
+def test_no_split_beats_the_balanced_one(stages, first, last):
+    costs = StageCosts(layer=0.5, first=first, last=last)
+    found = balanced_partition(12, stages, costs)
+    assert sum(found) == 12 and min(found) >= 1
+    best = min(max(costs.of_split(split)) for split in splits(12, stages))
+    assert max(costs.of_split(found)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("stages", "costs", "first_layers", "split"),
+    [
+        (2, StageCosts(layer=1.0), None, [40, 40]),
+        (3, StageCosts(layer=1.0), None, [27, 27, 26]),  # not the last: it has the head
+        (2, StageCosts(layer=0.5, last=1.0), None, [41, 39]),
+        (2, StageCosts(layer=0.5, first=1.0), None, [39, 41]),
+        (3, StageCosts(layer=1.0, last=4.0), 20, [20, 32, 28]),  # an exit drafter's stage stays
+    ],
+)
+def test_balanced_partition(stages, costs, first_layers, split):
+    assert balanced_partition(80, stages, costs, first_layers) == split
+
+
+@pytest.mark.parametrize("bad", [(1, 2, None), (4, 3, 3), (4, 1, 2), (4, 0, None)])
+def test_balanced_partition_refuses_the_impossible(bad):
+    layers, stages, first = bad
+    with pytest.raises(ValueError, match="cannot split"):
+        balanced_partition(layers, stages, StageCosts(layer=1.0), first)
+    with pytest.raises(ValueError, match="positive"):
+        balanced_partition(4, 2, StageCosts(layer=0.0))
 
 
 @pytest.mark.parametrize(

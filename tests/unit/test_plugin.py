@@ -343,6 +343,72 @@ def test_partition_that_cannot_be_is_refused():
         plugin._exit_partition(model, 4, 5, None)
 
 
+def placement(**block):
+    return SpexisConfig.from_dict({"placement": block}).placement
+
+
+def placed(block, *, layers=30, stages=2, given=None, exit_layer=None, **sizes):
+    model = SimpleNamespace(
+        get_total_num_hidden_layers=lambda: layers, hf_text_config=SimpleNamespace(**sizes)
+    )
+    if exit_layer is not None:
+        return plugin._exit_partition(model, stages, exit_layer, given, placement(**block))
+    return plugin._chosen_partition(model, stages, placement(**block), given)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """A stage of 10 layers of 1 ms each, a head of 4 ms."""
+    path = tmp_path / "profile.json"
+    path.write_text(
+        json.dumps(
+            {
+                "format": "spexis-profile-1",
+                "model": {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256},
+                "layers": 10,
+                "points": [{"rows": 1, "context": 128, "seconds": 0.01}],
+                "head_seconds": {"1": 0.004},
+            }
+        )
+    )
+    return str(path)
+
+
+def test_placement_by_count_and_by_measured_times(profile, caplog):
+    assert placed({"layers": [16, 14]}) == "16,14"
+    assert os.environ[plugin.PARTITION_ENV] == "16,14"
+    with caplog.at_level("INFO", logger="vllm.spexis"):
+        assert placed({"profile": profile}) == "17,13"
+    assert "17.00, 17.00 ms" in caplog.text
+    assert placed({"profile": profile, "drafter_seconds": 0.004}) == "15,15"
+
+
+def test_placement_leaves_the_exit_drafters_stage_alone(profile):
+    assert placed({"profile": profile}, stages=3, exit_layer=18) == "18,8,4"
+    with pytest.raises(ConfigError, match="elsewhere than the drafter's exit layer 18"):
+        placed({"layers": [16, 14]}, exit_layer=18)
+
+
+def test_vllms_own_variable_wins_over_the_placement(caplog):
+    assert placed({"layers": [16, 14]}, given="10,20") == "10,20"
+    assert "10,20 wins over" in caplog.text and plugin._own_env == {}
+
+
+@pytest.mark.parametrize("layers", [[16, 15], [10, 10, 10]])
+def test_placement_must_add_up(layers):
+    with pytest.raises(ConfigError, match="2 counts that add up to the model's 30 layers"):
+        placed({"layers": layers})
+
+
+def test_profile_of_another_model_or_more_rows_is_refused(profile, tmp_path):
+    with pytest.raises(ConfigError, match=r"another model .hidden_size is 64 there and 128 here"):
+        placed({"profile": profile}, hidden_size=128)
+    with pytest.raises(ConfigError, match="8 rows were not measured"):
+        placed({"profile": profile, "rows": 8})
+    with pytest.raises(ConfigError, match=r"no\.json"):
+        placed({"profile": str(tmp_path / "no.json")})
+
+
 # -- real vLLM configurations ---------------------------------------------------------------------
 
 

@@ -32,7 +32,10 @@ COMMANDS: dict[str, Command] = {
     "eval exit": Command(
         "spexis.training.eval_exit:main", "accuracy by task and acceptance of one"
     ),
-    "bench": Command("spexis.bench.cpu:main", "measure Spexis against stock vLLM"),
+    "bench": Command("spexis.bench.presets:main", "measure Spexis against stock vLLM"),
+    "profile": Command(
+        "spexis.bench.profile:main", "measure this hardware's times for one pipeline stage"
+    ),
     "env": Command(
         "spexis.cli.env:main", "versions, platform, and whether the plugin is effective"
     ),
@@ -50,6 +53,8 @@ examples:
   spexis train exit --config run.yaml output_dir=my-drafter
   spexis eval exit my-drafter
   spexis bench --preset cpu
+  spexis bench --preset gpu2 --dims l70
+  spexis profile MODEL --output profile.json
   spexis env                                        is everything in place?
 """
 

@@ -235,7 +235,7 @@ def _table(options: argparse.Namespace, command: list[str], config: SpexisConfig
     method = drafter.pop("method")
     rows = [
         ("model", options.model or "vLLM's default, or from --config"),
-        ("stages", f"{stages} (the split follows the drafter's exit layer)"),
+        ("stages", f"{stages} ({_split(config)})"),
         ("drafter", method + "".join(f", {k} {v}" for k, v in drafter.items() if v is not None)),
         ("steps in flight", config.steps_in_flight or "vLLM's choice"),
         ("platform", "CPU" if platform.is_cpu() else "CUDA"),
@@ -252,6 +252,21 @@ def _table(options: argparse.Namespace, command: list[str], config: SpexisConfig
     rows.append(("command", shlex.join(command)))
     width = max(len(name) for name, _ in rows)
     return "\n".join(["Spexis", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def _split(config: SpexisConfig) -> str:
+    """How layers are split over stages, in words; the plugin logs the numbers at start."""
+    given = os.environ.get("VLLM_PP_LAYER_PARTITION")
+    if given is not None:
+        return f"{given} layers, by VLLM_PP_LAYER_PARTITION"
+    placement = config.placement
+    if placement is not None and placement.layers is not None:
+        return f"{','.join(map(str, placement.layers))} layers"
+    if placement is not None:
+        return f"split by the times in {placement.profile}"
+    if config.drafter.method == "exit":
+        return "the split follows the drafter's exit layer"
+    return "layers split evenly"
 
 
 def _parser() -> argparse.ArgumentParser:

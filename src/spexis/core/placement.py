@@ -2,14 +2,60 @@
 """Where layers and cores go: the split of layers over stages, and of CPU cores over workers.
 
     layer_partition(30, 18, 2) -> [18, 12]        cpu_binding([0, 1], 3) -> "0|1|0"
+    balanced_partition(80, 2, StageCosts(layer=0.5, last=1.0)) -> [41, 39]
 
-Invariant: pure functions; every layer is on exactly one stage and the first stage ends at the
-drafter's exit layer, because that is the layer whose output the drafter was trained on.
+An exit drafter fixes where the first stage ends, because that is the layer whose output it was
+trained on; other drafters leave it free, and then measured times decide.
+Invariant: pure functions; every layer is on exactly one stage, every stage has a layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageCosts:
+    """Times of a step in any one unit."""
+
+    layer: float
+    """Of one layer."""
+    first: float = 0.0
+    """What the first stage does besides its layers: the drafter."""
+    last: float = 0.0
+    """What the last stage does besides its layers: the output head and sampling."""
+
+    def of_split(self, split: Sequence[int]) -> list[float]:
+        """Time of each stage of a split."""
+        times = [layers * self.layer for layers in split]
+        times[0] += self.first
+        times[-1] += self.last
+        return times
+
+
+def balanced_partition(
+    num_layers: int, num_stages: int, costs: StageCosts, first_layers: int | None = None
+) -> list[int]:
+    """Layers per stage with the slowest stage as fast as it can be.
+
+    first_layers: length of the first stage where the drafter fixes it. Layers are alike, so
+    giving each next one to the stage that is least busy is optimal. Of stages equally busy the
+    middle ones come first, the last one last: it holds the output head's memory.
+    """
+    free = num_stages - (first_layers is not None)
+    if num_stages < 1 or free < 1 or num_layers - (first_layers or 0) < free:
+        raise ValueError(f"cannot split {num_layers} layers over {num_stages} stages")
+    if costs.layer <= 0 or costs.first < 0 or costs.last < 0:
+        raise ValueError(f"times must be positive: {costs}")
+    split = [1] * num_stages
+    if first_layers is not None:
+        split[0] = first_layers
+    stages = range(num_stages - free, num_stages)
+    while sum(split) < num_layers:
+        times = costs.of_split(split)
+        split[min(stages, key=lambda s: (times[s], s == num_stages - 1, s == 0, s))] += 1
+    return split
 
 
 def layer_partition(num_layers: int, exit_layer: int, num_stages: int) -> list[int]:

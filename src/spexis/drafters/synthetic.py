@@ -16,12 +16,16 @@ class SyntheticDrafter(Drafter):
     lossless = False
 
     def __init__(self, config: DrafterConfig, runner):
-        self.acceptance = config.acceptance
-        self.version = f"synthetic-{config.acceptance}"
+        self.set_acceptance(config.acceptance)
         self.seed = config.seed
         self.vocab_size = runner.model_config.get_vocab_size()
         self.generator = torch.Generator(device=runner.device)
         self.generator.manual_seed(config.seed)
+
+    def set_acceptance(self, acceptance: float) -> None:
+        """For benchmarks, which measure several with one engine; idle engines only."""
+        self.acceptance = acceptance
+        self.version = f"synthetic-{acceptance}"
 
     def _guess(
         self,

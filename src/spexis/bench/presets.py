@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`spexis bench`: one command per kind of machine, chosen by --preset.
+
+    spexis bench --preset cpu                    the demo model on a CPU (cpu.py)
+    spexis bench --preset gpu2 --dims l70        two GPUs, random weights (gpu.py)
+    spexis bench --preset gpu2 --help            the options of one preset
+
+Invariant: this module only chooses; a preset parses its own arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+PRESETS = {"cpu": "cpu", "gpu2": "gpu", "gpu4": "gpu"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="spexis bench", add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", choices=list(PRESETS))
+    chosen, _ = parser.parse_known_args(args)
+    if chosen.preset is None and any(arg in ("-h", "--help") for arg in args):
+        print(__doc__.strip())
+        return 0
+    module = importlib.import_module(f"spexis.bench.{PRESETS[chosen.preset or 'cpu']}")
+    return module.main(args)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`spexis profile`: the present hardware's times, in one file that planner and simulator read.
+
+    spexis profile l70 --output profile.json              # dimensions by name, random weights
+    spexis profile MODEL_FOLDER --layers 20 --batches 1 64 128 --contexts 128 2048
+
+One pipeline stage runs as a stock vLLM engine of that many layers (random weights, so MODEL needs
+a config.json only) and its decode steps are timed at steady state for each number of rows and
+each context length. Apart from that: the output head, the host's work per step, and the links
+between two devices. What each figure is and is not: docs/profile.md. Ends with one JSON line.
+
+Invariant: every figure in the file was measured in this run; what was not is null, with a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from spexis.bench import dims, engines, machine
+from spexis.bench.decode import DecodeEngine, DecodeSpec
+from spexis.bench.links import links
+from spexis.bench.options import add_engine_options, engine_options
+from spexis.core.stage_curve import FORMAT
+
+HEAD_REPEATS = 30
+WARM = 4  # tokens of every request before the window
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    engines.kill_on_signals()
+    begin = time.monotonic()
+    device = machine.resolve_device(args.device)
+    sizes = dims.sizes(args.model)
+    layers = args.layers or max(1, sizes["num_hidden_layers"] // 2)
+    output = Path(args.output or f"profile-{sizes['name']}.json")
+    from tqdm import tqdm
+
+    with tqdm(total=len(args.batches) * len(args.contexts), desc="profile", unit="point") as bar:
+        stage = measure_stage(
+            args.model,
+            layers=layers,
+            tensor=args.tensor_parallel_size,
+            device=device,
+            batches=args.batches,
+            contexts=args.contexts,
+            tokens=args.tokens,
+            repeats=args.repeats,
+            options=engine_options(args),
+            log=output.with_suffix(".log"),
+            on_point=bar.update,
+        )
+    link, why = None, "not asked for (--no-links)"
+    if args.links:
+        num_devices = machine.num_gpus()
+        link = links(
+            device,
+            hidden_size=sizes["hidden_size"],
+            rows=args.batches,
+            num_devices=num_devices,
+        )
+        why = None if link else f"{num_devices} device: there is no link to measure"
+    profile = {
+        "format": FORMAT,
+        "name": "profile",
+        "ok": len(stage["points"]) > 0,
+        "date": datetime.date.today().isoformat(),
+        "command": machine.command(),
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "device": device,
+        **stage,
+        "link_seconds": link,
+        "link_note": why,
+        "seconds_total": round(time.monotonic() - begin, 1),
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(profile, indent=1) + "\n")
+    _print(profile)
+    print(json.dumps({"name": "profile", "ok": profile["ok"], "output": str(output)}))
+    return 0 if profile["ok"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="spexis profile", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "model", help=f"folder with a config.json, or dimensions by name: {', '.join(dims.DIMS)}"
+    )
+    parser.add_argument("--layers", type=int, help="layers of one stage (default: half of them)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices of one stage")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 8, 16, 32, 64, 96, 128, 192, 256]
+    )
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--tokens", type=int, default=32, help="decode steps of one measurement")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each point")
+    parser.add_argument("--no-links", dest="links", action="store_false")
+    parser.add_argument("--output", help="JSON file (default: profile-MODEL.json)")
+    add_engine_options(parser)
+    return parser
+
+
+def measure_stage(
+    model: str,
+    *,
+    layers: int,
+    tensor: int,
+    device: str,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    tokens: int,
+    repeats: int,
+    options: dict[str, Any],
+    log: str | Path,
+    on_point: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Times of one stage; the part of the profile between "device" and "link_seconds"."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = DecodeSpec(
+            model=dims.write_model(model, folder, layers),
+            device=device,
+            tensor=tensor,
+            max_num_seqs=max(batches),
+            max_model_len=max(2048, max(contexts) + tokens + 64 + max(batches) // 4),
+            options=options,
+        )
+        points, skipped = [], []
+        with DecodeEngine(spec, log) as engine:
+            head = {
+                rows: engine.call("head", rows=rows, repeats=HEAD_REPEATS)["seconds"]
+                for rows in batches
+            }
+            for context in contexts:
+                for rows in batches:
+                    runs = [
+                        engine.call("decode", rows=rows, context=context, tokens=tokens, warm=WARM)
+                        for _ in range(repeats)
+                    ]
+                    if "skipped" in runs[0]:
+                        skipped.append({"rows": rows, "context": context, **runs[0]})
+                    else:
+                        points.append(point(runs, head[rows]))
+                    on_point()
+            host = _host_seconds(engine, batches, contexts[0], tokens, device)
+        return {
+            "model": dims.sizes(model),
+            "layers": layers,
+            "tensor_parallel_size": tensor,
+            "weights": "random",
+            "dtype": options.get("dtype", "float32" if device == "cpu" else "bfloat16"),
+            "engine": engine.started,
+            "points": points,
+            "skipped": skipped,
+            "head_seconds": {str(rows): seconds for rows, seconds in head.items()},
+            "host_seconds": host,
+            "spread": max((spread(p) for p in points), default=None),
+        }
+
+
+def point(runs: Sequence[dict], head_seconds: float) -> dict[str, Any]:
+    """One point of the curve from repeated measurements of it."""
+    rows = runs[0]["rows"]
+    steps = [rows / run["rate"] for run in runs]
+    median = statistics.median(steps)
+    return {
+        "rows": rows,
+        "context": runs[0]["context"],
+        # A head that takes longer than the whole step (launches overlap in it) is no time.
+        "seconds": max(0.0, median - head_seconds),
+        "step_seconds": median,
+        "step_spread": [min(steps), max(steps)],
+        "within_spread": [
+            min(rows / run["spread"][1] for run in runs),
+            max(rows / run["spread"][0] for run in runs),
+        ],
+    }
+
+
+def spread(point: dict) -> float:
+    """Largest deviation of a repeated measurement, as a share of the median."""
+    low, high = point["step_spread"]
+    return max(high - point["step_seconds"], point["step_seconds"] - low) / point["step_seconds"]
+
+
+def _host_seconds(
+    engine: DecodeEngine, batches: Sequence[int], context: int, tokens: int, device: str
+) -> dict[str, dict[str, float | None]]:
+    """By rows: seconds of a step in the scheduler, and the worker's own CPU time."""
+    engine.call("watch_host")
+    found = {}
+    for rows in batches:
+        engine.call("take_host")
+        if "skipped" in engine.call("decode", rows=rows, context=context, tokens=tokens, warm=WARM):
+            continue
+        host = engine.call("take_host")
+        if device == "cpu":
+            host["worker"] = None  # there the worker's CPU time is the model itself
+        found[str(rows)] = host
+    return found
+
+
+def _print(profile: dict) -> None:
+    print(f"{profile['model']['name']}: one stage of {profile['layers']} layers")
+    print("   rows  context   stage ms    head ms    step ms  [lowest .. highest]")
+    for p in profile["points"]:
+        low, high = (1e3 * s for s in p["step_spread"])
+        print(
+            f"{p['rows']:>7}  {p['context']:>7}  {1e3 * p['seconds']:>9.3f}  "
+            f"{1e3 * profile['head_seconds'][str(p['rows'])]:>9.3f}  "
+            f"{1e3 * p['step_seconds']:>9.3f}  [{low:.3f} .. {high:.3f}]"
+        )
+    for skipped in profile["skipped"]:
+        print(f"{skipped['rows']:>7}  {skipped['context']:>7}  skipped: {skipped['skipped']}")
+    if profile["link_note"]:
+        print(f"links: {profile['link_note']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the measuring tools ask of engines: arguments, environments, arrivals, dimensions."""
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from spexis.bench import decode, dims, links, machine, presets, profile
+from spexis.bench.decode import DecodeSpec, arrivals, environment, llm_arguments, window_spread
+from spexis.bench.decode_child import Child
+from spexis.bench.options import add_engine_options, engine_options
+from spexis.config import ConfigError
+from spexis.core.stage_curve import StageCurve
+from spexis.observability.counters import SpexisCounters
+
+SP = {"method": "synthetic", "acceptance": 0.5}
+
+
+# -- arrivals and windows --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "stages", "per_step", "groups"),
+    [
+        (64, 2, 100, [32, 32]),
+        (64, 1, 100, [64]),
+        (128, 2, 30, [22, 22, 21, 21, 21, 21]),  # not 5 groups: both micro-batches alike
+        (1, 2, 100, [1]),
+        (5, 4, 1, [1, 1, 1, 1, 1]),
+    ],
+)
+def test_arrivals(rows, stages, per_step, groups):
+    assert arrivals(rows, stages, per_step) == groups
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 100, 256])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("per_step", [1, 3, 62])
+def test_arrivals_make_even_micro_batches(rows, stages, per_step):
+    groups = arrivals(rows, stages, per_step)
+    assert sum(groups) == rows and max(groups) <= per_step
+    batches = [sum(groups[stage::stages]) for stage in range(stages)]
+    # A group differs by one row at most from another, so do the micro-batches by one a group.
+    assert max(batches) - min(batches) <= -(-len(groups) // stages)
+
+
+def test_spread_of_a_window():
+    steady = [(t / 10, 4 * t) for t in range(41)]
+    assert window_spread(steady) == pytest.approx([40, 40])
+    slower = steady + [(4.0 + t / 5, 160 + 4 * t) for t in range(1, 41)]
+    low, high = window_spread(slower)
+    assert (low, high) == pytest.approx((20, 40))
+    assert window_spread([(0.0, 0), (2.0, 10)]) == [5, 5]
+
+
+class FakeCore:
+    """An engine core of two stages: a request's token comes at every second step."""
+
+    def __init__(self):
+        self.scheduler = SimpleNamespace(
+            has_requests=lambda: bool(self.joined), counters=SpexisCounters(num_stages=2)
+        )
+        self.batch_queue, self.joined, self.step, self.added = [], {}, 0, []
+
+    def add(self, index, context, max_tokens):
+        name = str(index)
+        self.joined[name] = self.step % 2
+        self.added.append((self.step, name))
+        return name
+
+    def get_output(self):
+        parity, self.step = self.step % 2, self.step + 1
+        names = [name for name, at in self.joined.items() if at == parity]
+        self.scheduler.counters.steps += 1
+        self.scheduler.counters.tokens += len(names)
+        self.scheduler.counters.discarded_rows += len(names)
+        outputs = [SimpleNamespace(request_id=name, new_token_ids=[7]) for name in names]
+        return SimpleNamespace(outputs=outputs)
+
+
+def fake_child(kv_tokens=10**6):
+    child, core = object.__new__(Child), FakeCore()
+    limits = SimpleNamespace(max_num_batched_tokens=46)
+    child.engine = SimpleNamespace(
+        engine_core=core,
+        abort_request=lambda ids: [core.joined.pop(name) for name in ids],
+        vllm_config=SimpleNamespace(scheduler_config=limits),
+    )
+    child.core, child.scheduler, child.stages, child.num_runs = core, core.scheduler, 2, 0
+    child.started = lambda: {"kv_tokens": kv_tokens}
+    child._add = core.add
+    return child, core
+
+
+def test_a_measurement_counts_the_window_only():
+    child, core = fake_child()
+    found = child.decode(rows=6, context=20, tokens=10, warm=3)
+    # 46 tokens a step: six rows decode, so two prompts of 20 fit; both micro-batches alike.
+    assert [step for step, _ in core.added] == [0, 0, 1, 1, 2, 3]
+    assert found["tokens_per_step"] == [3, 3]
+    assert 60 <= found["tokens"] <= 62 and found["steps"] == pytest.approx(20, abs=1)
+    assert found["rows_per_token"] == 2.0  # of the window; counters began before it
+    assert found["rate"] == pytest.approx(found["tokens"] / found["seconds"])
+    assert core.joined == {}  # nothing is left behind
+
+
+def test_what_does_not_fit_is_skipped_with_the_reason():
+    child, core = fake_child(kv_tokens=100)
+    assert "KV cache" in child.decode(rows=6, context=20, tokens=10, warm=3)["skipped"]
+    assert core.added == []
+
+
+# -- arguments and environments --------------------------------------------------------------------
+
+
+def test_stock_and_spexis_get_the_same_options():
+    options = {"max_num_batched_tokens": 4096}
+    stock = llm_arguments(DecodeSpec(model="m", stages=2, options=options))
+    spexis = llm_arguments(DecodeSpec(model="m", stages=2, options=options, drafter=SP))
+    assert spexis.pop("additional_config") == {"spexis": {"drafter": SP}}
+    assert spexis == stock
+    assert stock["load_format"] == "dummy" and "enforce_eager" not in stock
+
+
+def test_split_goes_in_through_the_users_door():
+    spec = {"model": "m", "stages": 2, "split": [41, 39]}
+    spexis = DecodeSpec(**spec, drafter=SP)
+    block = llm_arguments(spexis)["additional_config"]["spexis"]
+    assert block["placement"] == {"layers": [41, 39]}
+    assert decode.PARTITION_ENV not in environment(spexis, {decode.PARTITION_ENV: "1,1"})
+    assert environment(DecodeSpec(**spec), {})[decode.PARTITION_ENV] == "41,39"
+
+
+def test_without_p2p():
+    off = DecodeSpec(model="m", tensor=2, p2p=False)
+    assert environment(off, {})["NCCL_P2P_DISABLE"] == "1"
+    assert llm_arguments(off)["disable_custom_all_reduce"] is True
+    on = DecodeSpec(model="m", tensor=2)
+    assert "NCCL_P2P_DISABLE" not in environment(on, {"NCCL_P2P_DISABLE": "1"})
+    assert "disable_custom_all_reduce" not in llm_arguments(on)
+
+
+def test_cpu_engines():
+    stock = DecodeSpec(model="m", device="cpu", stages=2)
+    assert llm_arguments(stock)["worker_cls"].endswith("StockCPUWorker")
+    assert environment(stock, {})["VLLM_CPU_OMP_THREADS_BIND"].count("|") == 1
+    spexis = DecodeSpec(model="m", device="cpu", stages=2, drafter=SP)
+    assert "worker_cls" not in llm_arguments(spexis)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(spexis, {})  # the plugin's to set
+
+
+def test_a_spec_survives_the_way_to_the_child():
+    spec = DecodeSpec(model="m", stages=2, split=[3, 3], drafter=SP, options={"a": 1})
+    back = DecodeSpec(**json.loads(json.dumps(decode.dataclasses.asdict(spec))))
+    assert back == spec
+
+
+def test_flashinfer_is_not_asked_for_where_it_is_absent(monkeypatch):
+    monkeypatch.setattr(decode.importlib.util, "find_spec", lambda name: None)
+    spec = DecodeSpec(model="m")
+    assert environment(spec, {})["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert environment(spec, {"VLLM_USE_FLASHINFER_SAMPLER": "1"})[
+        "VLLM_USE_FLASHINFER_SAMPLER"
+    ] == ("1")
+
+
+def options(*argv):
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    return engine_options(parser.parse_args(argv))
+
+
+def test_engine_options():
+    assert options() == {}
+    given = options(
+        "--compilation-config",
+        '{"mode": 0}',
+        "--capture-sizes",
+        "64",
+        "1",
+        "--max-num-batched-tokens",
+        "4096",
+        "--engine-option",
+        'kv-cache-dtype="fp8"',
+        "--enforce-eager",
+    )
+    assert given == {
+        "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 64]},
+        "max_num_batched_tokens": 4096,
+        "kv_cache_dtype": "fp8",
+        "enforce_eager": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--compilation-config", "mode=0"], "--compilation-config is not JSON"),
+        (["--compilation-config", "[1]"], "JSON object"),
+        (["--engine-option", "seed"], "NAME=JSON"),
+        (["--engine-option", "seed=x"], "--engine-option seed is not JSON"),
+    ],
+)
+def test_bad_engine_options(argv, words):
+    with pytest.raises(ConfigError, match=words):
+        options(*argv)
+
+
+# -- dimensions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "billions"), [("l8", 8.03), ("q32", 32.8), ("l70", 70.6)])
+def test_dimensions_add_up_to_the_models_size(name, billions):
+    d = dims.read_config(name)
+    hidden, kv = d["hidden_size"], d["num_key_value_heads"] * 128
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * d["intermediate_size"]
+    total = d["num_hidden_layers"] * layer + 2 * d["vocab_size"] * hidden
+    assert total / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_write_model_with_fewer_layers(tmp_path):
+    source = tmp_path / "model"
+    source.mkdir()
+    config = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "hidden_size": 8}
+    (source / "config.json").write_text(json.dumps(config))
+    folder = dims.write_model(str(source), tmp_path / "out", 2)
+    written = json.loads((Path(folder) / "config.json").read_text())
+    assert written == {**config, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    assert dims.sizes(str(source))["name"] == "model"
+    with pytest.raises(ConfigError, match=r"neither a set of dimensions .l8, l70, q32, tiny"):
+        dims.write_model("l7", tmp_path)
+
+
+# -- profile ---------------------------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Answers as decode_child does: a stage step takes 10 ms, a head 1 ms."""
+
+    made: list = []  # noqa: RUF012 (reset by the fixture)
+
+    def __init__(self, spec, log, timeout=1.0):
+        self.spec, self.calls, self.started = spec, [], {"runner": "V2"}
+        FakeEngine.made.append(self)
+
+    def call(self, do, **arguments):
+        self.calls.append((do, arguments))
+        if do == "head":
+            return {"seconds": 0.001}
+        if do == "decode" and arguments["rows"] > 100:
+            return {"skipped": "needs a KV cache of 1 tokens"}
+        if do == "decode":
+            rate = arguments["rows"] / 0.011
+            return {**arguments, "rate": rate, "spread": [rate * 0.9, rate * 1.1]}
+        return {"scheduler": 0.0005, "worker": 0.002} if do == "take_host" else {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        pass
+
+
+@pytest.fixture
+def fake_engine(monkeypatch):
+    FakeEngine.made = []
+    monkeypatch.setattr(profile, "DecodeEngine", FakeEngine)
+    return FakeEngine
+
+
+def test_profile_file_is_what_the_stage_curve_reads(fake_engine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(profile.engines, "kill_on_signals", lambda: None)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 1)
+    output = tmp_path / "p.json"
+    argv = ["l70", "--device", "cuda", "--batches", "1", "64", "128", "--contexts", "128"]
+    assert profile.main([*argv, "--output", str(output)]) == 0
+    assert fake_engine.made[0].spec.max_num_seqs == 128
+    written = json.loads(output.read_text())
+    curve = StageCurve.from_profile(written)
+    assert curve.layers == 40  # half of them
+    assert curve.seconds(64) == pytest.approx(0.010)
+    assert curve.head_seconds(64) == 0.001
+    assert written["skipped"][0]["rows"] == 128 and curve.max_rows == 64
+    assert written["host_seconds"]["64"] == {"scheduler": 0.0005, "worker": 0.002}
+    assert written["link_seconds"] is None and "1 device" in written["link_note"]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
+        "name": "profile",
+        "ok": True,
+        "output": str(output),
+    }
+
+
+def test_worker_host_time_is_not_claimed_on_a_cpu(fake_engine, tmp_path):
+    stage = profile.measure_stage(
+        "tiny",
+        layers=4,
+        tensor=1,
+        device="cpu",
+        batches=[2],
+        contexts=[16],
+        tokens=8,
+        repeats=3,
+        options={},
+        log=tmp_path / "log",
+    )
+    assert stage["host_seconds"]["2"]["worker"] is None
+    assert len([c for c in fake_engine.made[0].calls if c[0] == "decode"]) == 4  # 3 and the host's
+
+
+def test_point_is_the_median_with_spread():
+    runs = [
+        {"rows": 10, "context": 5, "rate": rate, "spread": [rate - 100, rate + 100]}
+        for rate in (1000, 500, 800)
+    ]
+    found = profile.point(runs, head_seconds=0.0025)
+    assert found["step_seconds"] == pytest.approx(0.0125)
+    assert found["seconds"] == pytest.approx(0.010)
+    assert found["step_spread"] == pytest.approx([0.010, 0.020])
+    assert profile.spread(found) == pytest.approx(0.6)
+
+
+def test_one_device_has_no_link():
+    assert links.links("cuda", hidden_size=8, rows=[1], num_devices=1) is None
+
+
+# -- the bench command chooses a preset ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "module"),
+    [
+        ([], "cpu"),
+        (["--pairs", "3"], "cpu"),
+        (["--preset", "cpu"], "cpu"),
+        (["--preset", "gpu2", "--dims", "tiny"], "gpu"),
+        (["--dims", "l70", "--preset=gpu4"], "gpu"),
+        (["--preset", "gpu2", "--p", "0.5", "0.8"], "gpu"),  # --p is not short for --preset
+    ],
+)
+def test_presets_choose_a_module(monkeypatch, argv, module):
+    def import_module(name):
+        return SimpleNamespace(main=lambda args: (name, args))
+
+    monkeypatch.setattr(presets.importlib, "import_module", import_module)
+    assert presets.main(argv) == (f"spexis.bench.{module}", argv)
+
+
+def test_bench_help_names_the_presets(capsys):
+    assert presets.main(["--help"]) == 0
+    assert "gpu2" in capsys.readouterr().out
