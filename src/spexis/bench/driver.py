@@ -109,6 +109,10 @@ def drive(llm, requests: list[Request], actions, is_stock: bool, emit, name: str
             answers = finals[output.request_id][1] if output.request_id in finals else {}
             answers.update((answer.index, answer) for answer in output.outputs)
             finals[output.request_id] = output, answers
+            abort_at = requests[ids.index(output.request_id)].abort_at
+            longest = max(len(answer.token_ids) for answer in answers.values())
+            if abort_at is not None and longest >= abort_at and not (is_stock or output.finished):
+                aborts.setdefault(step + 1, []).append(output.request_id)
             if output.finished:
                 done += 1
                 emit(event="progress", name=name, done=done, of=len(requests))
@@ -171,7 +175,7 @@ def _row(request: Request, final, is_stock: bool) -> dict:
     row = {
         "prompt_token_ids": request.prompt,
         "prompt_len": len(request.prompt),
-        "aborted": request.abort is not None,
+        "aborted": request.abort is not None or request.abort_at is not None,
         "outputs": [],
         "num_cached_tokens": None,
         "prompt_logprobs": None,

@@ -26,6 +26,8 @@ class Request:
     """Steps after the scenario began."""
     abort: int | None = None
     """Steps after its arrival. The stock engine lets it finish: partial answers are prefixes."""
+    abort_at: int | None = None
+    """The same, once an answer has so many tokens: in mid-answer, however long it had to wait."""
     priority: int = 0
 
 

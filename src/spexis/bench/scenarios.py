@@ -402,7 +402,9 @@ def mixed(ctx: Context) -> list[Request]:
     for name in names:
         for request in SCENARIOS[name].build(ctx)[1:4]:
             request.arrive = rng.randrange(0, 60)
-            request.abort = rng.randrange(2, 40) if rng.random() < 0.3 else None
+            kind, steps, tokens = rng.random(), rng.randrange(2, 40), rng.randrange(1, 4)
+            request.abort = steps if kind < 0.15 else None
+            request.abort_at = tokens if 0.15 <= kind < 0.3 else None
             requests.append(request)
     rng.shuffle(requests)
     return requests
