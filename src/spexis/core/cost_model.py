@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -76,6 +76,7 @@ class StageCost:
         self.extra_seconds = extra_seconds
         self.all_reduce = all_reduce
         self.unit = self.base(1)
+        self._base_table = np.zeros(0)
         self.theta = np.array(START)
         self._covariance = self._start_covariance()
         self.num_observed = 0
@@ -128,7 +129,11 @@ class StageCost:
 
     def table(self, max_rows: int) -> np.ndarray:
         """[max_rows + 1] seconds by decode rows, no prompt tokens, no context."""
-        return np.array([self.seconds(rows) for rows in range(max_rows + 1)])
+        if len(self._base_table) <= max_rows:
+            # The measured curve does not change, only the coefficients do.
+            self._base_table = np.array([self.base(rows) for rows in range(max_rows + 1)])
+        fixed = self.theta[0] * self.unit + self.theta[1] * self._base_table[: max_rows + 1]
+        return np.maximum(fixed, 0.05 * self.unit)
 
     @property
     def kv_price(self) -> float:
@@ -164,6 +169,7 @@ class CostModel:
     stages: list[StageCost]
     link: Curve
     host_seconds: float = 0.0
+    _link_table: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False)
 
     @classmethod
     def from_profile(cls, profile: StageProfile, drafter: bool = True) -> CostModel:
@@ -202,9 +208,15 @@ class CostModel:
 
     def step_table(self, max_rows: int, kv_tokens_per_row: float = 0.0) -> np.ndarray:
         """[max_rows + 1] step_seconds by decode rows."""
-        return np.array(
-            [self.step_seconds(r, 0, r * kv_tokens_per_row) for r in range(max_rows + 1)]
+        rows = np.arange(max_rows + 1)
+        times = np.array(
+            [s.table(max_rows) + s.kv_price * kv_tokens_per_row * rows for s in self.stages]
         )
+        if len(self._link_table) <= max_rows:
+            self._link_table = np.array([self.link(r) for r in rows.tolist()])
+        hops = (self.num_stages - 1) * self._link_table[: max_rows + 1]
+        circle = (times.sum(axis=0) + hops + self.host_seconds) / self.num_stages
+        return np.maximum(times.max(axis=0), circle)
 
     @property
     def kv_price(self) -> float:

@@ -17,6 +17,8 @@ Invariant: arrays are dense, index 0..size-1; a request's index changes only in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from spexis.simulator.drafts import DraftSource
@@ -30,6 +32,8 @@ class Rows:
         self.prompt = np.zeros(capacity, np.int64)
         self.need = np.zeros(capacity, np.int64)  # tokens of the whole answer
         self.committed = np.zeros(capacity, np.int64)  # of them returned
+        self.blocks = np.zeros(capacity, np.int64)  # KV blocks held
+        self.admitted = np.zeros(capacity, np.int64)  # number in the order of admission
         self.last_fed = np.zeros(capacity, np.int64)  # step of the newest row
         self.restart_at = np.zeros(capacity, np.int64)
         self.broken = np.zeros(capacity, bool)  # behind a wrong draft, verdict pending
@@ -39,22 +43,35 @@ class Rows:
         self.valid = np.zeros((n, capacity), bool)
         self.right = np.zeros((n, capacity), bool)
         self.num_rows = self.num_wasted = self.num_drafts = self.num_accepted = 0
-        self.judged: tuple[np.ndarray, np.ndarray] | None = None
-        self.keep_judged = False
+        # With a calibration: reported confidences by step % N, and hooks (serving.py).
+        self.reported = np.ones((n, capacity), np.float32)
+        self.calibrate: Callable[[np.ndarray], np.ndarray] | None = None
+        self.judged: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     _PER_REQUEST = (
         "request",
         "prompt",
         "need",
         "committed",
+        "blocks",
+        "admitted",
         "last_fed",
         "restart_at",
         "broken",
         "restarted",
     )
-    _PER_ROW = ("confidence", "valid", "right")
+    _PER_ROW = ("confidence", "reported", "valid", "right")
 
-    def add(self, step: int, request: int, prompt: int, need: int, committed: int = 0) -> None:
+    def add(
+        self,
+        step: int,
+        request: int,
+        prompt: int,
+        need: int,
+        committed: int = 0,
+        blocks: int = 0,
+        admitted: int = 0,
+    ) -> None:
         """A request whose prompt's last chunk runs in this step: it samples and drafts at once."""
         if self.size == len(self.request):
             self._grow()
@@ -62,10 +79,12 @@ class Rows:
         self.size += 1
         self.request[i], self.prompt[i], self.need[i] = request, prompt, need
         self.committed[i], self.last_fed[i] = committed, step
+        self.blocks[i], self.admitted[i] = blocks, admitted
         self.restarted[i] = False
         self.confidence[:, i], self.valid[:, i] = 1.0, False
         confidence, right = self.drafts.take(1)
         self.confidence[slot, i], self.right[slot, i] = confidence[0], right[0]
+        self.reported[slot, i] = confidence[0]
         self.valid[slot, i] = True
         self.broken[i], self.restart_at[i] = not right[0], step + self.num_stages
 
@@ -74,11 +93,10 @@ class Rows:
         b, slot = self.size, step % self.num_stages
         token = self.valid[slot, :b].copy()
         self.committed[:b] += token
-        if self.keep_judged:
-            self.judged = (
-                self.confidence[slot, :b][token],
-                self.right[slot, :b][token],
-            )
+        if self.calibrate is not None:
+            # (request index, reported confidence, right) of the drafts whose truth is now known
+            where = np.flatnonzero(token)
+            self.judged = (where, self.reported[slot, where], self.right[slot, where])
         self.valid[slot, :b] = False
         self.confidence[slot, :b] = 1.0
         back = self.broken[:b] & (self.restart_at[:b] <= step)
@@ -103,6 +121,9 @@ class Rows:
         """run: [size] bool, or None for every request. Returns the number of rows."""
         b, slot = self.size, step % self.num_stages
         confidence, right = self.drafts.take(b)
+        if self.calibrate is not None:
+            self.reported[slot, :b] = confidence
+            confidence = self.calibrate(confidence)
         if run is None:
             count = b
             valid = ~self.broken[:b]
@@ -131,7 +152,7 @@ class Rows:
         return bool(self.valid[:, : self.size].any())
 
     def remove(self, indices: np.ndarray) -> None:
-        """Ends these requests and drops what they have in flight; the last ones take their place."""
+        """Ends these requests, drops what they have in flight; the last ones take their place."""
         for i in sorted((int(i) for i in indices), reverse=True):
             last = self.size - 1
             if i != last:
