@@ -75,17 +75,25 @@ class StageCost:
         self.chunk_curve = Curve(measured.prefill_points) if measured.prefill_points else None
         self.extra_seconds = extra_seconds
         self.all_reduce = all_reduce
-        self.unit = self.base(1)
+        # The measured curve does not change, only the coefficients do.
+        self._base_cache: dict[int, float] = {}
+        self._chunk_cache: dict[tuple[int, int], float] = {}
         self._base_table = np.zeros(0)
+        self.unit = self.base(1)
         self.theta = np.array(START)
+        self._coefficients = START
         self._covariance = self._start_covariance()
         self.num_observed = 0
 
     def base(self, rows: int) -> float:
         """Seconds of a decode step at no context, padding included."""
-        padded = self.padded(rows)
-        seconds = self.curve(padded) + self.extra_seconds
-        return seconds + (self.all_reduce(padded) if self.all_reduce else 0.0)
+        seconds = self._base_cache.get(rows)
+        if seconds is None:
+            padded = self.padded(rows)
+            seconds = self.curve(padded) + self.extra_seconds
+            seconds += self.all_reduce(padded) if self.all_reduce else 0.0
+            self._base_cache[rows] = seconds
+        return seconds
 
     def padded(self, rows: int) -> int:
         """Rows that really run: the smallest captured graph that holds them."""
@@ -96,6 +104,15 @@ class StageCost:
         """Seconds that a prompt chunk adds to a step of so many decode rows."""
         if not prefill_tokens:
             return 0.0
+        key = (rows, prefill_tokens)
+        seconds = self._chunk_cache.get(key)
+        if seconds is None:
+            if len(self._chunk_cache) > 100_000:
+                self._chunk_cache.clear()
+            seconds = self._chunk_cache[key] = self._chunk(rows, prefill_tokens)
+        return seconds
+
+    def _chunk(self, rows: int, prefill_tokens: int) -> float:
         reduce = self.all_reduce or (lambda tokens: 0.0)
         tokens = rows + prefill_tokens
         if self.chunk_curve is not None:
@@ -119,7 +136,7 @@ class StageCost:
         )
 
     def seconds(self, rows: int, prefill_tokens: int = 0, kv_tokens: float = 0.0) -> float:
-        a0, a1, a2, a3 = self.theta.tolist()
+        a0, a1, a2, a3 = self._coefficients
         fixed = a0 * self.unit + a1 * self.base(rows)
         return (
             max(fixed, 0.05 * self.unit)
@@ -130,7 +147,6 @@ class StageCost:
     def table(self, max_rows: int) -> np.ndarray:
         """[max_rows + 1] seconds by decode rows, no prompt tokens, no context."""
         if len(self._base_table) <= max_rows:
-            # The measured curve does not change, only the coefficients do.
             self._base_table = np.array([self.base(rows) for rows in range(max_rows + 1)])
         fixed = self.theta[0] * self.unit + self.theta[1] * self._base_table[: max_rows + 1]
         return np.maximum(fixed, 0.05 * self.unit)
@@ -138,7 +154,7 @@ class StageCost:
     @property
     def kv_price(self) -> float:
         """Seconds that one KV token adds, as corrected."""
-        return float(self.theta[2]) * self.kv_seconds
+        return self._coefficients[2] * self.kv_seconds
 
     def observe(self, rows: int, prefill_tokens: int, kv_tokens: float, seconds: float) -> None:
         """Learn from a measured step. Times that are not positive and finite are left out."""
@@ -151,6 +167,7 @@ class StageCost:
         spread = self._covariance @ phi
         gain = spread / (FORGET * NOISE**2 + phi @ spread)
         self.theta = np.maximum(self.theta + gain * error, LOWEST)
+        self._coefficients = tuple(self.theta.tolist())
         covariance = (self._covariance - np.outer(gain, spread)) / FORGET
         # What is not excited must not grow without bound: back to the start's spread at most.
         scale = np.minimum(1.0, np.array(SPREAD) / np.sqrt(np.maximum(np.diag(covariance), 1e-18)))

@@ -114,6 +114,7 @@ class Selection:
         self.histogram = ConfidenceHistogram(prior_acceptance)
         self.num_steps = 0
         self.mean_tokens = self.mean_seconds = self.mean_rows = 0.0
+        self.mean_prefill_seconds = 0.0  # of a step, beside its decode rows
         self._median_rows = float(max_rows)
         self._cap: int | None = None
         self._measured: dict[int, float] = {}  # level's upper end -> measured / predicted
@@ -138,6 +139,7 @@ class Selection:
         rows: int,
         requests: int,
         confidence: np.ndarray | None = None,  # [D] calibrated, of single drafts
+        prefill_tokens: int = 0,
     ) -> None:
         """A step as it was: seconds since the step before began, tokens it returned."""
         self.num_steps += 1
@@ -148,6 +150,9 @@ class Selection:
         self.mean_tokens += share * (tokens - self.mean_tokens)
         self.mean_seconds += share * (seconds - self.mean_seconds)
         self.mean_rows += share * (rows - self.mean_rows)
+        prefill = max(seconds - float(self.table[min(rows, self.max_rows)]), 0.0)
+        prefill *= prefill_tokens > 0
+        self.mean_prefill_seconds += share * (prefill - self.mean_prefill_seconds)
         if self.num_steps % LEVEL_EVERY == 0 and requests:
             self.refresh()
             self._choose_level(min(requests, self.max_rows))
@@ -164,18 +169,34 @@ class Selection:
         rate = self.rate
         if count == 0 or rate <= 0:
             return np.ones(count, bool)
-        seconds = self._step_seconds(count, prefill_tokens)
-        real = min(max(int(np.count_nonzero(joint >= 0.9999)), 1), count)
-        row_price = rate * (seconds[count] - seconds[real]) / max(count - real, 1)
+        if count > self.max_rows:
+            self.max_rows = 2 * count
+            self.refresh()
+        seconds = self.table
+        if prefill_tokens:
+            # Beside a prompt chunk no graph runs: every row costs what a token of the chunk does.
+            none = self.cost.step_seconds(0, prefill_tokens)
+            every = self.cost.step_seconds(count, prefill_tokens)
+            row_price = rate * (every - none) / count
+        else:
+            real = min(max(int(np.count_nonzero(joint >= 0.9999)), 1), count)
+            row_price = rate * (seconds[count] - seconds[real]) / max(count - real, 1)
         ahead = rate * self.mean_seconds + row_price * (count - min(self.mean_rows, count))
         value = joint * (ahead / count)
         if bonus is not None:
             value = value + joint * bonus
         if kv_tokens is not None:
             value = value - rate * self.cost.kv_price * kv_tokens
+        if prefill_tokens:
+            run = value >= row_price
+            run[int(value.argmax())] = True
+            return run
+        low, high = self._level(count)
+        if high == count and seconds[low] == seconds[count] and value.min() >= 0:
+            self._median_rows = float(count)
+            return np.ones(count, bool)  # one step costs what the other does
         order = np.argsort(-value, kind="stable")
         net = np.cumsum(value[order]) - rate * seconds[1 : count + 1]
-        low, high = (1, count) if prefill_tokens else self._level(count)
         free = low + _last_argmax(net[low - 1 : high])
         # The median follows where n would go by itself.
         self._median_rows += np.sign(free - self._median_rows) * max(0.01 * count, 0.5)
@@ -196,16 +217,18 @@ class Selection:
 
     def _choose_level(self, requests: int) -> None:
         points = operating_points(requests, self.num_stages, self.table, self.histogram)
+        # Prompt chunks take their time whatever the level is.
+        prefill = self.mean_prefill_seconds
         predicted, below = {}, 0
         for edge in self._edges:
             end = min(edge, requests)
             inside = [p for p in points if below < p.rows <= end]
             if inside and end == requests:
-                predicted[edge] = max(p.rate for p in inside)
+                predicted[edge] = max(p.tokens / (p.seconds + prefill) for p in inside)
             elif inside:  # the level is filled up to its end, at the same price
-                predicted[edge] = inside[0].tokens / self.table[end]
+                predicted[edge] = inside[0].tokens / (self.table[end] + prefill)
             elif points[-1].rows > end:  # too few for plain PP: requests wait for one another
-                predicted[edge] = end / self.table[end]
+                predicted[edge] = end / (self.table[end] + prefill)
             if end == requests:
                 break
             below = end
@@ -226,18 +249,7 @@ class Selection:
         cap = requests if self._cap is None else min(self._cap, requests)
         return next((edge for edge in self._edges if edge >= cap), self._edges[-1])
 
-    def _step_seconds(self, count: int, prefill_tokens: int) -> np.ndarray:
-        """[count + 1] seconds of a step by its rows."""
-        if not prefill_tokens:
-            if count > self.max_rows:
-                self.max_rows = 2 * count
-                self.refresh()
-            return self.table[: count + 1]
-        none = self.cost.step_seconds(0, prefill_tokens)
-        every = self.cost.step_seconds(count, prefill_tokens)
-        return none + (every - none) * np.arange(count + 1) / count
-
 
 def _last_argmax(values: np.ndarray) -> int:
     """Number of entries up to and with the last maximum, minus one."""
-    return len(values) - 1 - int(np.argmax(values[::-1]))
+    return len(values) - 1 - int(values[::-1].argmax())

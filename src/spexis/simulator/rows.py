@@ -115,6 +115,8 @@ class Rows:
         """[size] product of the confidences of all drafts that have no verdict yet."""
         if self.num_stages == 1:
             return np.ones(self.size, np.float32)
+        if self.num_stages == 2:
+            return self.confidence[0, : self.size] * self.confidence[1, : self.size]
         return np.multiply.reduce(self.confidence[:, : self.size], axis=0)
 
     def feed(self, step: int, run: np.ndarray | None = None) -> int:

@@ -97,10 +97,11 @@ class Serving:
         self.queue: deque[int] = deque()
         self.prompts: deque[Prompt] = deque()
         self.free_blocks = settings.kv_blocks
-        self.step = self.num_admitted = 0
+        self.step = self.num_admitted = self.last_rows = self.last_prefill = 0
         self.memory_bound = False  # requests wait for memory
         self._outlook: Outlook | None = None
         self._outlook_step = -1
+        self._bonus: np.ndarray | None = None
         self._mode_tokens = self._mode_since = 0.0
         self._pace = 1.0 / n  # tokens a request gives in a step, lately
 
@@ -187,9 +188,10 @@ class Serving:
             if self.step % HISTOGRAM_EVERY == 0 and self.num_stages > 1:
                 newest = rows.confidence[(self.step - 1) % self.num_stages, :size]
                 confidence = newest[newest < 1.0]
-            # Prompt chunks make steps long and say nothing about decode rows' price.
-            if since_last > 0 and not getattr(self, "last_prefill", 0):
-                self.selection.observe(since_last, tokens, self.last_rows, size, confidence)
+            if since_last > 0:
+                self.selection.observe(
+                    since_last, tokens, self.last_rows, size, confidence, self.last_prefill
+                )
         if self.settings.policy == "auto":
             self._mode_tokens += tokens
             if self.step % MODE_EVERY == 0:
@@ -212,11 +214,18 @@ class Serving:
                 return None
             probes = self.modes.probes(rows.request[: rows.size])
             return fixed_batch.plain(self.step, rows) | probes
-        bonus = None
-        if self.memory_bound and self.settings.memory == "lookahead":
-            bonus = self.memory.finish_bonus(self._running(np.arange(rows.size)), self._pace)
+        bonus = self._finish_bonus()
         prefill = bool(self.prompts) * self.settings.max_num_batched_tokens
         return self.selection.select(rows.joint(), kv, max(prefill - rows.size, 0), bonus)
+
+    def _finish_bonus(self) -> np.ndarray | None:
+        """[size], looked up again every few steps: it changes slowly."""
+        if not self.memory_bound or self.settings.memory != "lookahead":
+            return None
+        if self._bonus is None or len(self._bonus) != self.rows.size or self.step % 8 == 0:
+            running = self._running(np.arange(self.rows.size))
+            self._bonus = self.memory.finish_bonus(running, self._pace)
+        return self._bonus
 
     def _calibrated(self, confidence: np.ndarray) -> np.ndarray:
         zeros = np.zeros(len(confidence))
@@ -230,7 +239,7 @@ class Serving:
             self.memory.lengths.observe(int(rows.need[i]))
             self.free_blocks += int(rows.blocks[i])
         rows.remove(finished)
-        self._outlook = None
+        self._outlook = self._bonus = None
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -339,7 +348,7 @@ class Serving:
         gone = {int(rows.request[i]) for i in indices}
         self.first_due = deque(d for d in self.first_due if d[1] not in gone)
         rows.remove(indices)
-        self._outlook = None
+        self._outlook = self._bonus = None
 
     def _evict_prompt(self) -> None:
         prompt = self.prompts.pop()
