@@ -33,6 +33,10 @@ COMMANDS: dict[str, Command] = {
         "spexis.training.eval_exit:main", "accuracy by task and acceptance of one"
     ),
     "bench": Command("spexis.bench.cpu:main", "measure Spexis against stock vLLM"),
+    "plan": Command("spexis.cli.plan:main", "rank TP, PP, SP and mixes for given hardware"),
+    "simulate": Command(
+        "spexis.cli.simulate:main", "a trace through the scheduling policies, without a GPU"
+    ),
     "env": Command(
         "spexis.cli.env:main", "versions, platform, and whether the plugin is effective"
     ),
@@ -50,6 +54,8 @@ examples:
   spexis train exit --config run.yaml output_dir=my-drafter
   spexis eval exit my-drafter
   spexis bench --preset cpu
+  spexis plan --hardware a100 --gpus 8 --model llama-70b
+  spexis simulate --trace azure2023_conv.csv.gz     or poisson:rate=6,requests=2000
   spexis env                                        is everything in place?
 """
 

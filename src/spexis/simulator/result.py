@@ -54,8 +54,8 @@ class Recorder:
                 self._series = self._series[::2]
                 self._every *= 2
 
-    def result(self, steps: int, wall_seconds: float) -> ServingResult:
-        return ServingResult(self, steps, wall_seconds, np.array(self._series, float))
+    def result(self, steps: int, wall_seconds: float, cpu_seconds: float) -> ServingResult:
+        return ServingResult(self, steps, wall_seconds, cpu_seconds, np.array(self._series, float))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class ServingResult:
     record: Recorder
     steps: int
     wall_seconds: float
-    """Of the simulation itself."""
+    """Of the simulation itself; cpu_seconds: what it used of one core."""
+    cpu_seconds: float
     series: np.ndarray
     """[P, 5] seconds, tokens so far, blocks held, running, waiting."""
 
@@ -93,6 +94,7 @@ class ServingResult:
         r = self.record
         values = {
             "requests": len(r.trace),
+            "answered": int((~np.isnan(r.last)).sum()),
             "refused": r.refused,
             "simulated_seconds": round(self.seconds, 3),
             "tokens_per_second": round(self.tokens_per_second, 2),
@@ -109,6 +111,7 @@ class ServingResult:
             "kv_mean": round(self._mean(2) / r.kv_blocks, 4),
             "running_mean": round(self._mean(3), 2),
             "wall_seconds": round(self.wall_seconds, 2),
+            "cpu_seconds": round(self.cpu_seconds, 2),
         }
         for name, seconds in self.latencies().items():
             if len(seconds):
