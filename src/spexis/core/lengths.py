@@ -25,7 +25,7 @@ from functools import lru_cache
 
 import numpy as np
 
-LONGEST = 4096  # tokens; longer answers go on at the hazard of the end of the table
+LONGEST = 4096  # tokens; an answer longer than that is taken to go on to its own limit
 MEMORY = 4000  # answers that count
 PRIOR_ANSWERS = 20.0
 REFRESH = 64  # answers between two updates of the table
@@ -36,6 +36,7 @@ class LengthModel:
         n = np.arange(LONGEST + 1)
         hazard = 1.0 / prior_mean
         self._prior = PRIOR_ANSWERS * hazard * (1 - hazard) ** n  # [L+1] weight of length n+1
+        self._longer = PRIOR_ANSWERS * (1 - hazard) ** (LONGEST + 1)
         self._counts = np.zeros(LONGEST + 1)
         self._fresh: list[int] = []
         self._tabulate()
@@ -51,9 +52,8 @@ class LengthModel:
 
     def _tabulate(self) -> None:
         weight = self._counts + self._prior
-        self.survival = 1.0 - np.concatenate(([0.0], np.cumsum(weight)[:-1])) / (
-            weight.sum() + self._prior[-1] / (self._prior[0] / PRIOR_ANSWERS)
-        )  # [L+1] P(length > n)
+        ended = np.concatenate(([0.0], np.cumsum(weight)[:-1]))
+        self.survival = 1.0 - ended / (weight.sum() + self._longer)  # [L+1] P(length > n)
         # Mean of what is still to come after n tokens, in tokens.
         tail = np.cumsum(self.survival[::-1])[::-1]
         self.remaining = tail / self.survival

@@ -181,12 +181,16 @@ class Selection:
         else:
             real = min(max(int(np.count_nonzero(joint >= 0.9999)), 1), count)
             row_price = rate * (seconds[count] - seconds[real]) / max(count - real, 1)
-        ahead = rate * self.mean_seconds + row_price * (count - min(self.mean_rows, count))
+        saved = row_price
+        if kv_tokens is not None:
+            kv_price = rate * self.cost.kv_price
+            saved += kv_price * float(kv_tokens.mean())
+        ahead = rate * self.mean_seconds + saved * (count - min(self.mean_rows, count))
         value = joint * (ahead / count)
         if bonus is not None:
             value = value + joint * bonus
         if kv_tokens is not None:
-            value = value - rate * self.cost.kv_price * kv_tokens
+            value = value - kv_price * kv_tokens
         if prefill_tokens:
             run = value >= row_price
             run[int(value.argmax())] = True
