@@ -157,18 +157,20 @@ def _table(options: argparse.Namespace) -> int:
 
     from spexis.simulator import tables
 
-    if options.table == "selection":
-        cases, make = len(tables.selection_cases()), tables.selection_table
-    else:
-        cases, make = len(tables.PUBLISHED), tables.published_table
+    selection = options.table == "selection"
+    cases = len(tables.selection_cases() if selection else tables.PUBLISHED)
     with tqdm(total=cases, desc=f"simulate {options.table}", unit="row") as bar:
-        rows = make(bar.update)
+        if selection:
+            rows = tables.selection_table(bar.update, options.sharpness, options.seed)
+        else:
+            rows = tables.published_table(bar.update)
     keys = list(rows[0])
     print("  ".join(f"{key:>12}" for key in keys))
     for row in rows:
         print("  ".join(f"{row[key]!s:>12}" for key in keys))
     summary = {"name": f"simulate-{options.table}"}
-    if options.table == "selection":
+    if selection:
+        summary["sharpness"] = options.sharpness
         gains = [row["over_none"] for row in rows]
         summary["ok"] = min(gains) >= 0.99
         summary["worst_over_none"], summary["best_over_none"] = min(gains), max(gains)

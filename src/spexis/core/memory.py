@@ -7,8 +7,8 @@
     memory.relieve(outlook, running, short_tokens, ...)   # who waits, who is evicted
     memory.finish_bonus(...)                         # for Selection.select
 
-For k = 1, 2, 4 .. steps ahead request i holds L_i + f(k) tokens if it still runs, with probability
-A_i(k) (lengths.py), else none. Requests end independently, so the sum has
+For k = 1, 8, 32 .. 256 steps ahead request i holds L_i + f(k) tokens if it still runs, which has
+probability A_i(k) (lengths.py), else none. Requests end independently, so the sum has
 
     mean(k) = sum A (L + f)        variance(k) = sum A(1-A)(L + f)^2 + A var f
 
@@ -32,7 +32,7 @@ import numpy as np
 
 from spexis.core.lengths import Growth, LengthModel
 
-HORIZONS = np.array((1, 2, 4, 8, 16, 32, 64, 128, 256))
+HORIZONS = np.array((1, 8, 32, 64, 128, 256))
 QUANTILE = 1.645  # standard deviations: 95 %
 BLOCK_SIZE = 16
 
@@ -172,10 +172,15 @@ class MemoryLookahead:
         worth = computed * np.minimum(remaining / pace, HORIZONS[-1])
         score = np.where(protected, np.inf, (again + 1.0) / worth)
         order = np.argsort(score, kind="stable")[: count - 1]
-        freed = np.cumsum(computed[order])
-        # More than this step's shortage, or the next step would evict again.
+        # More than this step's shortage, or the next step would evict again; but not a large
+        # request for a small shortage, where one of the better half suffices.
         target = max(short_tokens, 0.01 * self.capacity)
-        evict = order[: int(np.searchsorted(freed, target)) + 1]
+        better = order[: max(count // 2, 1)]
+        enough = better[computed[better] >= target]
+        if len(enough):
+            evict = enough[[int(np.argmin(again[enough]))]]
+        else:
+            evict = order[: int(np.searchsorted(np.cumsum(computed[order]), target)) + 1]
         evict_cost = again[evict].sum() * recompute_seconds_per_token * tokens_per_second
         if can_hold and np.isfinite(steps) and held_cost < evict_cost:
             return Relief(hold, none)

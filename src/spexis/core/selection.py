@@ -43,7 +43,7 @@ from spexis.core.law import selective
 BINS = 32
 JUMP = 0.02  # a rise of the step table from one row count to the next that counts as a step
 LEVEL_GAIN = 0.015  # predicted gain for which the level is changed
-LEVEL_EVERY = 32  # steps between two looks at the level
+LEVEL_EVERY = 64  # steps between two looks at the level
 MEMORY = 200  # steps that averages reach back
 STEADY = 0.5  # weight of keeping n steady
 
@@ -184,7 +184,7 @@ class Selection:
         saved = row_price
         if kv_tokens is not None:
             kv_price = rate * self.cost.kv_price
-            saved += kv_price * float(kv_tokens.mean())
+            saved += kv_price * float(kv_tokens.sum()) / count
         ahead = rate * self.mean_seconds + saved * (count - min(self.mean_rows, count))
         value = joint * (ahead / count)
         if bonus is not None:

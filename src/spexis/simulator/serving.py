@@ -35,7 +35,7 @@ from spexis.simulator.trace import Trace
 
 POLICIES = ("sp", "sp-alpha", "pp", "auto", "drop")
 MEMORIES = ("lookahead", "stock")
-HISTOGRAM_EVERY = 4  # steps between looks at confidences
+HISTOGRAM_EVERY = 8  # steps between looks at confidences
 MODE_EVERY = 32
 OUTLOOK_EVERY = 8
 CANDIDATES = 8  # of the queue, looked at together
@@ -100,7 +100,7 @@ class Serving:
         self.step = self.num_admitted = self.last_rows = self.last_prefill = 0
         self.memory_bound = False  # requests wait for memory
         self._outlook: Outlook | None = None
-        self._outlook_step = -1
+        self._outlook_step = self._refused_step = -1
         self._bonus: np.ndarray | None = None
         self._mode_tokens = self._mode_since = 0.0
         self._pace = 1.0 / n  # tokens a request gives in a step, lately
@@ -283,8 +283,12 @@ class Serving:
     def _missing(self) -> np.ndarray:
         """[size] blocks that each request lacks for its rows in flight and the next one."""
         rows, size, block = self.rows, self.rows.size, self.settings.block_size
-        tokens = rows.prompt[:size] + rows.committed[:size]
-        need = (tokens + (self.num_stages + block - 1)) // block
+        need = rows.prompt[:size] + rows.committed[:size]
+        need += self.num_stages + block - 1
+        if block & (block - 1):
+            need //= block
+        else:
+            need >>= block.bit_length() - 1  # several times as fast
         return np.maximum(need - rows.blocks[:size], 0)
 
     def _relieve(self, missing: np.ndarray, short: int) -> np.ndarray | None:
@@ -428,15 +432,19 @@ class Serving:
 
     def _admit_by_outlook(self, candidates: list[int], tokens: np.ndarray) -> int:
         rows = self.rows
-        present = self.step - self._outlook_step < OUTLOOK_EVERY
-        if self._outlook is None and present and self.memory_bound and rows.size:
-            return 0  # asked a moment ago, and little has changed since
-        if self._outlook is None or not present:
+        if self._refused_step == self.step:
+            return 0
+        if self._outlook is None or self.step - self._outlook_step >= OUTLOOK_EVERY:
             self._outlook, self._outlook_step = self._project(), self.step
-        return self.memory.admit(
+        elif self._refused_step >= self._outlook_step:
+            return 0  # nothing ended since it was refused
+        count = self.memory.admit(
             self._outlook,
             tokens,
             self.generated[candidates],
             self.limit[candidates],
             rows.size + len(self.prompts),
         )
+        if count < len(candidates):
+            self._refused_step = self.step
+        return count

@@ -135,10 +135,12 @@ def published_row(hardware: str, model: str, stack: str = "published", steps: in
     }
 
 
-def selection_table(progress: Callable[[], None] = lambda: None) -> list[dict]:
+def selection_table(
+    progress: Callable[[], None] = lambda: None, sharpness: float = 1.5, seed: int = 0
+) -> list[dict]:
     rows = []
     for case in selection_cases():
-        rows.append(selection_row(*case))
+        rows.append(selection_row(*case, sharpness=sharpness, seed=seed))
         progress()
     return rows
 
