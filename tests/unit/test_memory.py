@@ -64,7 +64,7 @@ def test_upper_quantile_covers_what_happens():
     generated = rng.integers(1, 150, 60)
     kv = generated + rng.integers(50, 600, 60)
     outlook = memory.project(arrays(kv, generated), 0.75)
-    for k in (16, 64, 256):
+    for k in (8, 64, 256):
         column = int(np.flatnonzero(k == HORIZONS)[0])
         growth, runs = Growth.of(0.75, 2, 256), 3000
         # Geometric answers: what remains has the same distribution whatever was generated.

@@ -41,6 +41,7 @@ class Curve:
     """Piecewise linear through (x, seconds); beyond the last point its last slope goes on."""
 
     def __init__(self, points: Sequence[tuple[float, float]]):
+        self._cache: dict[float, float] = {}
         merged: dict[float, list[float]] = {}
         for x, seconds in points:
             merged.setdefault(float(x), []).append(seconds)
@@ -48,6 +49,12 @@ class Curve:
         self.y = [sum(merged[x]) / len(merged[x]) for x in self.x]
 
     def __call__(self, x: float) -> float:
+        seconds = self._cache.get(x)
+        if seconds is None:
+            seconds = self._cache[x] = self._at(x)
+        return seconds
+
+    def _at(self, x: float) -> float:
         xs, ys = self.x, self.y
         if not xs:
             return 0.0

@@ -43,21 +43,20 @@ def acceptance_for(tokens_step: float, num_stages: int) -> float:
     return (num_stages - 1.0 / tokens_step) / (num_stages - 1)
 
 
-def selective(kept_acceptance: float, dropped: float, num_stages: int) -> tuple[float, float]:
+def selective(kept_acceptance, dropped, num_stages: int):
     """(tokens, rows) a step of one request that holds a share `dropped` of its drafts back.
 
-    kept_acceptance: probability that a draft that runs is right. A request that holds a draft
-    waits until all its rows in flight have returned, then goes on from the truth:
+    Numbers or arrays of them. kept_acceptance: probability that a draft that runs is right. A
+    request that holds a draft waits until all its rows in flight have returned, then goes on from
+    the truth:
 
         q = (1-d) p_k;  tokens = 1 / (N - (N-1) q);  rows = tokens (1 + (1-d)(1-p_k) W)
         W = 1 + (1-d) + ... + (1-d)^(N-2)
 
     d=0 is the plain law (rows = 1), d=1 is plain PP (tokens = rows = 1/N).
     """
-    _check(kept_acceptance, num_stages)
-    _check(dropped, num_stages)
     kept = 1.0 - dropped
-    tokens = tokens_per_step(kept * kept_acceptance, num_stages)
+    tokens = 1.0 / (num_stages - (num_stages - 1) * kept * kept_acceptance)
     behind = sum(kept**i for i in range(num_stages - 1))
     return tokens, tokens * (1.0 + kept * (1.0 - kept_acceptance) * behind)
 

@@ -122,8 +122,8 @@ STACKS = {
         tensor=0.0063,
         pipeline=0.0055,
         speculative=0.0055,
-        source="what the published rows of H100 leave beside weights and all-reduces: 6.2 and "
-        "6.5 ms (TP, both models), 5.8 ms (SP, Llama-70B)",
+        source="what the published rows of H100 leave beside weights and all-reduces: 5.9 and "
+        "6.4 ms (TP, both models), 5.3 ms (SP, Llama-70B)",
     ),
 }
 

@@ -28,7 +28,8 @@ N steps back; so n moves away from its median only for a gain that pays for it.
 Who holds keeps its rows in flight and its verdict, and is asked again in the next step, when
 the verdict of its oldest row has raised its joint confidence.
 
-Invariant: nothing is random; at least one row runs; with a flat T every row runs.
+Invariant: nothing is random; at least one row runs; where T is flat and context costs nothing
+every row runs.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from spexis.core.law import selective
 
 BINS = 32
 JUMP = 0.02  # a rise of the step table from one row count to the next that counts as a step
+STANDS_OUT = 4.0  # times the mean rise
 LEVEL_GAIN = 0.015  # predicted gain for which the level is changed
 LEVEL_EVERY = 64  # steps between two looks at the level
 MEMORY = 200  # steps that averages reach back
@@ -83,29 +85,29 @@ class ConfidenceHistogram:
     def mean(self) -> float:
         return float(self.weight @ self.centres / self.weight.sum())
 
-    def kept(self) -> list[tuple[float, float]]:
-        """(share dropped, acceptance of what is kept) for every threshold, none dropped first."""
-        weight, right = self.weight[::-1], (self.weight * self.centres)[::-1]
-        kept, good = np.cumsum(weight), np.cumsum(right)
-        total = kept[-1]
-        points = [(1 - k / total, g / k) for k, g in zip(kept, good, strict=True) if k > 0]
-        return [*((max(d, 0.0), p) for d, p in reversed(points)), (1.0, 0.0)]
+    def kept(self) -> tuple[np.ndarray, np.ndarray]:
+        """([P] share dropped, [P] acceptance of what is kept) of every threshold, rising."""
+        order = self.weight > 0
+        kept = np.cumsum((self.weight[order])[::-1])[::-1]
+        good = np.cumsum((self.weight * self.centres)[order][::-1])[::-1]
+        dropped = np.maximum(1.0 - kept / kept[0], 0.0)
+        return np.append(dropped, 1.0), np.append(good / kept, 0.0)
 
 
 def operating_points(
     requests: int, num_stages: int, table: np.ndarray, histogram: ConfidenceHistogram
 ) -> list[OperatingPoint]:
     """The steady states of all thresholds: SP first, plain PP last. table: [>=requests + 1] s."""
-    points = []
-    for dropped, acceptance in histogram.kept():
-        tokens, rows = selective(acceptance, dropped, num_stages)
-        rows *= requests
-        low = min(int(rows), len(table) - 2)
-        seconds = table[low] + (rows - low) * (table[low + 1] - table[low])
-        if table[low + 1] > table[low] * (1 + JUMP):
-            seconds = table[low + 1]  # on the edge of a step: the next graph runs half the time
-        points.append(OperatingPoint(dropped, tokens * requests, rows, float(seconds)))
-    return points
+    dropped, acceptance = histogram.kept()
+    tokens, rows = selective(acceptance, dropped, num_stages)
+    rows = rows * requests
+    low = np.minimum(rows.astype(np.int64), len(table) - 2)
+    rise = table[low + 1] - table[low]
+    seconds = table[low] + np.clip(rows - low, 0, 1) * rise
+    # On the edge of a step the next graph runs half the time.
+    seconds = np.where((rise > JUMP * table[low]) & (rows > low), table[low + 1], seconds)
+    columns = (dropped, tokens * requests, rows, seconds)
+    return [OperatingPoint(*point) for point in zip(*(c.tolist() for c in columns), strict=True)]
 
 
 class Selection:
@@ -124,7 +126,11 @@ class Selection:
     def refresh(self) -> None:
         """Take over what the cost model learnt."""
         self.table = self.cost.step_table(self.max_rows)
-        jumps = np.flatnonzero(np.diff(self.table[1:]) > JUMP * self.table[1:-1]) + 1
+        self._chunk_rows: dict[tuple[int, int], float] = {}
+        rises = np.diff(self.table[1:])
+        # A step stands out from its neighbours too: few rows of a steep line are no steps.
+        least = np.maximum(JUMP * self.table[1:-1], STANDS_OUT * rises.mean() if len(rises) else 0)
+        jumps = np.flatnonzero(rises > least) + 1
         self._edges = [*jumps.tolist(), self.max_rows]  # upper ends of the levels
 
     @property
@@ -175,9 +181,7 @@ class Selection:
         seconds = self.table
         if prefill_tokens:
             # Beside a prompt chunk no graph runs: every row costs what a token of the chunk does.
-            none = self.cost.step_seconds(0, prefill_tokens)
-            every = self.cost.step_seconds(count, prefill_tokens)
-            row_price = rate * (every - none) / count
+            row_price = rate * self._chunk_row_seconds(count, prefill_tokens)
         else:
             real = min(max(int(np.count_nonzero(joint >= 0.9999)), 1), count)
             row_price = rate * (seconds[count] - seconds[real]) / max(count - real, 1)
@@ -211,6 +215,13 @@ class Selection:
         run[order[: low + _last_argmax(net[low - 1 : high])]] = True
         return run
 
+    def _chunk_row_seconds(self, count: int, prefill_tokens: int) -> float:
+        key = (count, prefill_tokens)
+        if key not in self._chunk_rows:
+            none = self.cost.step_seconds(0, prefill_tokens)
+            self._chunk_rows[key] = (self.cost.step_seconds(count, prefill_tokens) - none) / count
+        return self._chunk_rows[key]
+
     # -- levels ------------------------------------------------------------------------------------
 
     def _level(self, count: int) -> tuple[int, int]:
@@ -237,6 +248,8 @@ class Selection:
                 break
             below = end
         present = self._edge_of(requests)
+        # What was measured long ago, at other batches and acceptances, counts less and less.
+        self._measured = {e: 1 + 0.97 * (r - 1) for e, r in self._measured.items()}
         if self._since_change > MEMORY and predicted.get(present):
             ratio = min(max(self.rate / predicted[present], 0.7), 1.4)
             self._measured[present] = ratio

@@ -215,8 +215,9 @@ class Serving:
             probes = self.modes.probes(rows.request[: rows.size])
             return fixed_batch.plain(self.step, rows) | probes
         bonus = self._finish_bonus()
-        prefill = bool(self.prompts) * self.settings.max_num_batched_tokens
-        return self.selection.select(rows.joint(), kv, max(prefill - rows.size, 0), bonus)
+        # Prompts under way take what the rows leave of the budget.
+        prefill = bool(self.prompts) * max(self.settings.max_num_batched_tokens - 256, 1)
+        return self.selection.select(rows.joint(), kv, prefill, bonus)
 
     def _finish_bonus(self) -> np.ndarray | None:
         """[size], looked up again every few steps: it changes slowly."""
@@ -405,7 +406,7 @@ class Serving:
         """The next ones of the queue that may start now."""
         settings, rows = self.settings, self.rows
         room = settings.max_num_seqs - rows.size - len(self.prompts)
-        if room <= 0:
+        if room <= 0 or self._just_refused():
             return []
         candidates = [self.queue[i] for i in range(min(CANDIDATES, len(self.queue), room))]
         tokens = self.trace.prompt[candidates] + self.generated[candidates]
@@ -432,12 +433,8 @@ class Serving:
 
     def _admit_by_outlook(self, candidates: list[int], tokens: np.ndarray) -> int:
         rows = self.rows
-        if self._refused_step == self.step:
-            return 0
         if self._outlook is None or self.step - self._outlook_step >= OUTLOOK_EVERY:
             self._outlook, self._outlook_step = self._project(), self.step
-        elif self._refused_step >= self._outlook_step:
-            return 0  # nothing ended since it was refused
         count = self.memory.admit(
             self._outlook,
             tokens,
@@ -448,3 +445,10 @@ class Serving:
         if count < len(candidates):
             self._refused_step = self.step
         return count
+
+    def _just_refused(self) -> bool:
+        """The look-ahead said no in this step, or lately and nothing ended since."""
+        if self._refused_step == self.step:
+            return True
+        lately = self.step - self._outlook_step < OUTLOOK_EVERY
+        return self._outlook is not None and lately and self._refused_step >= self._outlook_step
