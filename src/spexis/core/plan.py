@@ -16,7 +16,7 @@ known acceptance at its exit depth is not listed either.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -201,19 +201,13 @@ def _all_reduce_seconds(profile: StageProfile, rows: int) -> float:
 
 
 def _scaled(option: Option, copies: int, kv_tokens: int, weights: int, asked: int) -> Option:
-    reason = option.reason
-    if option.batch < asked:
-        reason += f"; memory holds {option.batch} of {asked} requests"
-    return Option(
-        option.mode,
-        copies,
-        option.stages,
-        option.tensor,
-        option.batch * copies,
-        option.tokens_per_second * copies,
-        option.seconds_per_token,
-        option.prefill_seconds,
-        kv_tokens * copies,
-        weights,
-        reason,
+    short = f"; memory holds {option.batch} of {asked} requests" if option.batch < asked else ""
+    return replace(
+        option,
+        replicas=copies,
+        batch=option.batch * copies,
+        tokens_per_second=option.tokens_per_second * copies,
+        kv_tokens=kv_tokens * copies,
+        weight_bytes=weights,
+        reason=option.reason + short,
     )

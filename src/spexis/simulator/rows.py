@@ -82,9 +82,10 @@ class Rows:
         self.blocks[i], self.admitted[i] = blocks, admitted
         self.restarted[i] = False
         self.confidence[:, i], self.valid[:, i] = 1.0, False
-        confidence, right = self.drafts.take(1)
+        reported, right = self.drafts.take(1)
+        confidence = reported if self.calibrate is None else self.calibrate(reported)
         self.confidence[slot, i], self.right[slot, i] = confidence[0], right[0]
-        self.reported[slot, i] = confidence[0]
+        self.reported[slot, i] = reported[0]
         self.valid[slot, i] = True
         self.broken[i], self.restart_at[i] = not right[0], step + self.num_stages
 

@@ -118,6 +118,7 @@ class Serving:
         while done < count:
             now = self.clock.next_begin(self.step)
             while arrived < count and arrivals[arrived] <= now:
+                # The engine refuses by max_model_len; here a trace's request that never fits is.
                 if self.memory.can_ever_run(int(trace.prompt[arrived] + trace.output[arrived])):
                     self.queue.append(arrived)
                 else:
