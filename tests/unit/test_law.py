@@ -45,6 +45,15 @@ def test_law_against_a_direct_count(p, stages):
     assert rows / tokens == pytest.approx(law.rows_per_token(p, stages), rel=0.02)
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("p", ACCEPTANCE)
+def test_selective_law_lies_between_sp_and_plain_pp(p, stages):
+    assert law.selective(p, 0.0, stages) == pytest.approx((law.tokens_per_step(p, stages), 1.0))
+    assert law.selective(p, 1.0, stages) == pytest.approx((1 / stages, 1 / stages))
+    tokens, rows = law.selective(p, 0.3, stages)
+    assert 1 / stages <= tokens <= rows + 1e-12 <= 1 + 2e-12
+
+
 @pytest.mark.parametrize("bad", [(-0.1, 2), (1.1, 2), (0.5, 0)])
 def test_law_refuses_nonsense(bad):
     with pytest.raises(ValueError):

@@ -36,6 +36,10 @@ COMMANDS: dict[str, Command] = {
     "profile": Command(
         "spexis.bench.profile:main", "measure this hardware's times for one pipeline stage"
     ),
+    "plan": Command("spexis.cli.plan:main", "rank TP, PP, SP and mixes for given hardware"),
+    "simulate": Command(
+        "spexis.cli.simulate:main", "a trace through the scheduling policies, without a GPU"
+    ),
     "env": Command(
         "spexis.cli.env:main", "versions, platform, and whether the plugin is effective"
     ),
@@ -55,6 +59,8 @@ examples:
   spexis bench --preset cpu
   spexis bench --preset gpu2 --dims l70
   spexis profile MODEL --output profile.json
+  spexis plan --hardware a100 --gpus 8 --model llama-70b
+  spexis simulate --trace azure2023_conv.csv.gz     or poisson:rate=6,requests=2000
   spexis env                                        is everything in place?
 """
 

@@ -11,7 +11,9 @@ guess counted once, when its truth is known):
     tokens per step     r = 1 / (N - (N-1)p)
 
 The two are one law: 1 + (1-p)(N-1) = N - (N-1)p. Plain pipeline parallelism gives one request
-1/N tokens a step. Invariant: pure functions of numbers, no state, no imports beyond the standard
+1/N tokens a step. With drafts held back (selection) see selective().
+
+Invariant: pure functions of numbers, no state, no imports beyond the standard
 library.
 """
 
@@ -39,6 +41,24 @@ def acceptance_for(tokens_step: float, num_stages: int) -> float:
     if num_stages < 2 or not 1.0 / num_stages <= tokens_step <= 1.0:
         raise ValueError(f"tokens per step {tokens_step} is not within 1/N..1 for N={num_stages}")
     return (num_stages - 1.0 / tokens_step) / (num_stages - 1)
+
+
+def selective(kept_acceptance, dropped, num_stages: int):
+    """(tokens, rows) a step of one request that holds a share `dropped` of its drafts back.
+
+    Numbers or arrays of them. kept_acceptance: probability that a draft that runs is right. A
+    request that holds a draft waits until all its rows in flight have returned, then goes on from
+    the truth:
+
+        q = (1-d) p_k;  tokens = 1 / (N - (N-1) q);  rows = tokens (1 + (1-d)(1-p_k) W)
+        W = 1 + (1-d) + ... + (1-d)^(N-2)
+
+    d=0 is the plain law (rows = 1), d=1 is plain PP (tokens = rows = 1/N).
+    """
+    kept = 1.0 - dropped
+    tokens = 1.0 / (num_stages - (num_stages - 1) * kept * kept_acceptance)
+    behind = sum(kept**i for i in range(num_stages - 1))
+    return tokens, tokens * (1.0 + kept * (1.0 - kept_acceptance) * behind)
 
 
 def _check(acceptance: float, num_stages: int) -> None:

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode rows of all running requests: what verdict.py does for tokens, done for counts.
+
+    rows = Rows(num_stages=4, drafts=DraftSource(0.8))
+    rows.add(step, request_id, prompt_tokens, output_tokens)
+    tokens, finished = rows.begin_step(step)      # verdicts of step - N
+    rows.feed(step, run)                          # run: which requests run a row in this step
+
+A row that ran in step j has its verdict at the start of step j+N. It is *valid* when its input was
+the true token. The draft made from a valid row may be wrong: then what the request runs until j+N
+is wasted, and it restarts with the true token at j+N. A request that holds its draft back keeps the
+rows it has in flight; when the last of them returned its next token is known.
+
+Invariant: arrays are dense, index 0..size-1; a request's index changes only in remove(). Only
+`reported` values reach policies; whether a draft is right stays in here until its verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from spexis.simulator.drafts import DraftSource
+
+
+class Rows:
+    def __init__(self, num_stages: int, drafts: DraftSource, capacity: int = 64):
+        self.num_stages, self.drafts, self.size = num_stages, drafts, 0
+        n = num_stages
+        self.request = np.zeros(capacity, np.int64)
+        self.prompt = np.zeros(capacity, np.int64)
+        self.need = np.zeros(capacity, np.int64)  # tokens of the whole answer
+        self.committed = np.zeros(capacity, np.int64)  # of them returned
+        self.blocks = np.zeros(capacity, np.int64)  # KV blocks held
+        self.admitted = np.zeros(capacity, np.int64)  # number in the order of admission
+        self.last_fed = np.zeros(capacity, np.int64)  # step of the newest row
+        self.restart_at = np.zeros(capacity, np.int64)
+        self.broken = np.zeros(capacity, bool)  # behind a wrong draft, verdict pending
+        self.restarted = np.zeros(capacity, bool)  # the verdict gave the next input
+        # By step % N, of the rows in flight:
+        self.confidence = np.ones((n, capacity), np.float32)  # of the draft each row made
+        self.valid = np.zeros((n, capacity), bool)
+        self.right = np.zeros((n, capacity), bool)
+        self.num_rows = self.num_wasted = self.num_drafts = self.num_accepted = 0
+        # With a calibration: reported confidences by step % N, and hooks (serving.py).
+        self.reported = np.ones((n, capacity), np.float32)
+        self.calibrate: Callable[[np.ndarray], np.ndarray] | None = None
+        self.judged: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    _PER_REQUEST = (
+        "request",
+        "prompt",
+        "need",
+        "committed",
+        "blocks",
+        "admitted",
+        "last_fed",
+        "restart_at",
+        "broken",
+        "restarted",
+    )
+    _PER_ROW = ("confidence", "reported", "valid", "right")
+
+    def add(
+        self,
+        step: int,
+        request: int,
+        prompt: int,
+        need: int,
+        committed: int = 0,
+        blocks: int = 0,
+        admitted: int = 0,
+    ) -> None:
+        """A request whose prompt's last chunk runs in this step: it samples and drafts at once."""
+        if self.size == len(self.request):
+            self._grow()
+        i, slot = self.size, step % self.num_stages
+        self.size += 1
+        self.request[i], self.prompt[i], self.need[i] = request, prompt, need
+        self.committed[i], self.last_fed[i] = committed, step
+        self.blocks[i], self.admitted[i] = blocks, admitted
+        self.restarted[i] = False
+        self.confidence[:, i], self.valid[:, i] = 1.0, False
+        reported, right = self.drafts.take(1)
+        confidence = reported if self.calibrate is None else self.calibrate(reported)
+        self.confidence[slot, i], self.right[slot, i] = confidence[0], right[0]
+        self.reported[slot, i] = reported[0]
+        self.valid[slot, i] = True
+        self.broken[i], self.restart_at[i] = not right[0], step + self.num_stages
+
+    def begin_step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Verdicts of the step N before. Returns ([size] bool token returned, indices finished)."""
+        b, slot = self.size, step % self.num_stages
+        token = self.valid[slot, :b].copy()
+        self.committed[:b] += token
+        if self.calibrate is not None:
+            # (request index, reported confidence, right) of the drafts whose truth is now known
+            where = np.flatnonzero(token)
+            self.judged = (where, self.reported[slot, where], self.right[slot, where])
+        self.valid[slot, :b] = False
+        self.confidence[slot, :b] = 1.0
+        back = self.broken[:b] & (self.restart_at[:b] <= step)
+        if back.any():
+            self.confidence[:, :b][:, back] = 1.0
+            self.broken[:b] &= ~back
+            self.restarted[:b] |= back
+        return token, np.flatnonzero(self.committed[:b] >= self.need[:b])
+
+    def known(self, step: int) -> np.ndarray:
+        """[size] bool: the next input is the true token, not a draft."""
+        b = self.size
+        return self.restarted[:b] | (self.last_fed[:b] + self.num_stages <= step)
+
+    def joint(self) -> np.ndarray:
+        """[size] product of the confidences of all drafts that have no verdict yet."""
+        if self.num_stages == 1:
+            return np.ones(self.size, np.float32)
+        if self.num_stages == 2:
+            return self.confidence[0, : self.size] * self.confidence[1, : self.size]
+        return np.multiply.reduce(self.confidence[:, : self.size], axis=0)
+
+    def feed(self, step: int, run: np.ndarray | None = None) -> int:
+        """run: [size] bool, or None for every request. Returns the number of rows."""
+        b, slot = self.size, step % self.num_stages
+        confidence, right = self.drafts.take(b)
+        if self.calibrate is not None:
+            self.reported[slot, :b] = confidence
+            confidence = self.calibrate(confidence)
+        if run is None:
+            count = b
+            valid = ~self.broken[:b]
+            self.confidence[slot, :b] = confidence
+            self.last_fed[:b] = step
+            self.restarted[:b] = False
+        else:
+            count = int(np.count_nonzero(run))
+            valid = run & ~self.broken[:b]
+            np.copyto(self.confidence[slot, :b], confidence, where=run)
+            self.last_fed[:b][run] = step
+            self.restarted[:b] &= ~run
+        self.valid[slot, :b] = valid
+        self.right[slot, :b] = right
+        wrong = valid & ~right
+        self.broken[:b] |= wrong
+        self.restart_at[:b][wrong] = step + self.num_stages
+        useful = int(np.count_nonzero(valid))
+        self.num_rows += count
+        self.num_wasted += count - useful
+        self.num_drafts += useful
+        self.num_accepted += useful - int(np.count_nonzero(wrong))
+        return count
+
+    def in_flight(self) -> bool:
+        return bool(self.valid[:, : self.size].any())
+
+    def remove(self, indices: np.ndarray) -> None:
+        """Ends these requests, drops what they have in flight; the last ones take their place."""
+        for i in sorted((int(i) for i in indices), reverse=True):
+            last = self.size - 1
+            if i != last:
+                for name in self._PER_REQUEST:
+                    array = getattr(self, name)
+                    array[i] = array[last]
+                for name in self._PER_ROW:
+                    array = getattr(self, name)
+                    array[:, i] = array[:, last]
+            self.size = last
+
+    def _grow(self) -> None:
+        for name in (*self._PER_REQUEST, *self._PER_ROW):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate((array, np.zeros_like(array)), axis=-1))

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two tables that `spexis simulate --table` makes: selection rules, and the published rows.
+
+    selection_table(progress)     # gain of Selection over none and over a fixed drop ratio
+    published_table(progress)     # SP against TP with presets, and what was published
+
+Invariant: every figure is the outcome of fixed_batch.run() with the policies of core/; nothing is
+looked up but the published figures to compare with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from spexis.core.cost_model import CostModel
+from spexis.core.presets import HARDWARE, MEASURED, MODELS, STACKS, estimate_profile
+from spexis.core.selection import Selection
+from spexis.simulator import fixed_batch
+from spexis.simulator.drafts import DraftSource
+from spexis.simulator.rows import Rows
+
+BATCHES = (64, 96, 128, 192, 256)
+ACCEPTANCES = (0.55, 0.65, 0.8)
+DROP_RATIO = 0.15
+# (hardware, model): tokens/s of SP and of TP only; batch 64, eight GPUs.
+PUBLISHED = {
+    ("h100", "llama-70b"): (3587, 3652),
+    ("h100", "qwen3-32b"): (2402, 5068),
+    ("a100", "llama-70b"): (1228, 966),
+    ("a100", "qwen3-32b"): (1454, 2058),
+    ("rtx-pro-6000", "llama-70b"): (1492, 1236),
+}
+
+
+class SelectionRule:
+    """Selection as fixed_batch.run() wants a rule: both ends of one policy object."""
+
+    def __init__(self, cost: CostModel, batch: int):
+        self.policy, self.batch = Selection(cost, batch), batch
+        self._confidence: np.ndarray | None = None
+
+    def __call__(self, step: int, rows: Rows) -> np.ndarray:
+        newest = rows.confidence[(step - 1) % rows.num_stages, : rows.size]
+        self._confidence = newest[newest < 1.0]
+        return self.policy.select(rows.joint())
+
+    def on_step(self, seconds: float, tokens: int, rows: int) -> None:
+        if seconds > 0:
+            self.policy.observe(seconds, tokens, rows, self.batch, self._confidence)
+
+
+def selection_cases(stages: Iterable[int] = (2, 4)) -> list[tuple[int, bool, int, float]]:
+    """(stages, steps of the curve kept, batch, acceptance)"""
+    return [
+        (n, steps, batch, p)
+        for n in stages
+        for steps in (False, True)
+        for batch in BATCHES
+        for p in ACCEPTANCES
+    ]
+
+
+def selection_row(
+    stages: int,
+    graph_steps: bool,
+    batch: int,
+    acceptance: float,
+    sharpness: float = 1.5,
+    steps: int = 2000,
+    seed: int = 0,
+) -> dict:
+    """Tokens per second without selection, with a fixed drop ratio, with Selection, plain PP."""
+    profile = MEASURED[f"h200-llama-70b-pp{stages}"]
+    if not graph_steps:
+        points = tuple(dataclasses.replace(s, graph_sizes=()) for s in profile.stages)
+        profile = dataclasses.replace(profile, stages=points)
+    cost = CostModel.from_profile(profile)
+
+    def rate(rule, on_step=None, warm_up=200) -> float:
+        drafts = DraftSource(acceptance, sharpness, seed=seed)
+        run = fixed_batch.run(cost, batch, drafts, rule, steps, warm_up, on_step=on_step)
+        return run.tokens_per_second
+
+    chosen = SelectionRule(cost, batch)
+    none = rate(None)
+    dropped = rate(fixed_batch.FixedDropRatio(DROP_RATIO))
+    selected = rate(chosen, chosen.on_step, 1000)
+    plain = rate(fixed_batch.plain)
+    return {
+        "stages": stages,
+        "graph_steps": graph_steps,
+        "batch": batch,
+        "acceptance": acceptance,
+        "none": round(none, 1),
+        "drop": round(dropped, 1),
+        "selection": round(selected, 1),
+        "pp": round(plain, 1),
+        "over_none": round(selected / none, 3),
+        "over_drop": round(selected / dropped, 3),
+        "over_pp": round(selected / plain, 3),
+    }
+
+
+def published_row(hardware: str, model: str, stack: str = "published", steps: int = 1500) -> dict:
+    """Best SP split of eight GPUs against TP8, batch 64, both simulated."""
+    batch, gpus = 64, 8
+    machine, network = HARDWARE[hardware], MODELS[model]
+    rates = {}
+    for stages in (2, 4):
+        acceptance = network.acceptance(1 / stages)
+        if acceptance is not None:
+            profile = estimate_profile(machine, network, gpus // stages, stages, STACKS[stack])
+            rates[f"SP {stages} stages TP{gpus // stages}"] = fixed_batch.run(
+                CostModel.from_profile(profile), batch, DraftSource(acceptance), None, steps
+            ).tokens_per_second
+    profile = estimate_profile(machine, network, gpus, 1, STACKS[stack])
+    alone = CostModel.from_profile(profile)
+    tensor = fixed_batch.run(alone, batch, DraftSource(1.0), None, 200).tokens_per_second
+    best = max(rates, key=rates.get)
+    sp, tp = PUBLISHED[hardware, model]
+    return {
+        "hardware": hardware,
+        "model": model,
+        "sp": round(rates[best], 1),
+        "sp_split": best,
+        "tp": round(tensor, 1),
+        "ratio": round(rates[best] / tensor, 3),
+        "published_sp": sp,
+        "published_tp": tp,
+        "published_ratio": round(sp / tp, 3),
+        "same_winner": (rates[best] > tensor) == (sp > tp),
+    }
+
+
+def selection_table(
+    progress: Callable[[], None] = lambda: None, sharpness: float = 1.5, seed: int = 0
+) -> list[dict]:
+    rows = []
+    for case in selection_cases():
+        rows.append(selection_row(*case, sharpness=sharpness, seed=seed))
+        progress()
+    return rows
+
+
+def published_table(progress: Callable[[], None] = lambda: None) -> list[dict]:
+    rows = []
+    for case in PUBLISHED:
+        rows.append(published_row(*case))
+        progress()
+    return rows
