@@ -139,6 +139,35 @@ def test_profile_survives_its_file(tmp_path):
     assert StageProfile.load(tmp_path / "p.json") == p
 
 
+def test_what_spexis_profile_writes_is_read(tmp_path):
+    measured = {
+        "format": "spexis-profile-1",
+        "date": "2026-01-02",
+        "command": "spexis profile tiny",
+        "hardware": {"cpu": "some CPU", "gpus": []},
+        "model": {"name": "tiny", "num_hidden_layers": 9},
+        "layers": 4,
+        "tensor_parallel_size": 1,
+        "engine": {"cudagraph_capture_sizes": [1, 8]},
+        "points": [
+            {"rows": 8, "context": 64, "seconds": 0.02},
+            {"rows": 1, "context": 16, "seconds": 0.01},
+        ],
+        "head_seconds": {"1": 0.001, "8": 0.003},
+        "host_seconds": {"1": {"scheduler": 1e-4, "worker": None}},
+        "link_seconds": {"gloo": {"send": {"1": 2e-5, "8": 3e-5}, "all_reduce": {}}},
+    }
+    (tmp_path / "p.json").write_text(json.dumps(measured))
+    p = StageProfile.load(tmp_path / "p.json")
+    assert p.layers_per_stage == (4, 4, 1) and p.hardware == "some CPU"
+    assert p.stages[0].points == ((1, 16, 0.01), (8, 64, 0.02))
+    assert p.stages[0].graph_sizes == (1, 8)
+    assert (p.head_seconds, p.host_seconds) == (0.003, 1e-4)
+    assert p.hidden_link == ((1, 2e-5), (8, 3e-5))
+    alone = StageProfile.from_dict({**measured, "link_seconds": None, "host_seconds": {}})
+    assert alone.hidden_link == () and alone.host_seconds == 0.0
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

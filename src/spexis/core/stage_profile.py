@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `spexis profile` measures, as one JSON file: the times from which every decision is priced.
+"""The times from which every decision is priced, as one JSON file.
+
+load() also takes what `spexis profile` writes (one stage, docs/profile.md), from_measurement().
 
     profile = StageProfile.load("h200-llama70b.json")
     profile.save("copy.json")
@@ -41,6 +43,7 @@ from typing import Any
 from spexis.config import ConfigError
 
 SCHEMA = "spexis-profile/1"
+MEASURED_FORMAT = "spexis-profile-1"  # of `spexis profile`
 
 
 class ProfileError(ConfigError):
@@ -111,6 +114,8 @@ class StageProfile:
     def from_dict(cls, block: Any, path: str = "profile") -> StageProfile:
         if not isinstance(block, Mapping):
             raise ProfileError(f"{path} is {type(block).__name__}: allowed is a JSON object")
+        if block.get("format") == MEASURED_FORMAT:
+            block = from_measurement(block)
         if block.get("schema") != SCHEMA:
             raise ProfileError(f'{path}.schema is {block.get("schema")!r}: allowed is "{SCHEMA}"')
         block = _known({k: v for k, v in block.items() if k != "schema"}, cls, path)
@@ -156,6 +161,38 @@ class StageProfile:
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+
+def from_measurement(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """The block of a StageProfile from the file that `spexis profile` writes (docs/profile.md).
+
+    One stage was measured: all stages have its times, as many stages as the model's layers fill.
+    Head and host time are those at the most rows; links without peer access only if no others
+    were measured.
+    """
+    layers, total = measured["layers"], measured["model"]["num_hidden_layers"]
+    stages = [layers] * (total // layers) + ([total % layers] if total % layers else [])
+    links = measured["link_seconds"] or {}
+    link = links.get("p2p") or links.get("gloo") or links.get("no_p2p") or {}
+    head, host = measured["head_seconds"], measured["host_seconds"] or {}
+    hardware = measured["hardware"]
+    return {
+        "schema": SCHEMA,
+        "hardware": ", ".join(gpu["name"] for gpu in hardware["gpus"]) or hardware["cpu"],
+        "model": measured["model"]["name"],
+        "source": f"{measured['date']}: {measured['command']}",
+        "layers_per_stage": stages,
+        "tensor_parallel": measured["tensor_parallel_size"],
+        "stages": [
+            {
+                "points": [[p["rows"], p["context"], p["seconds"]] for p in measured["points"]],
+                "graph_sizes": measured["engine"]["cudagraph_capture_sizes"],
+            }
+        ],
+        "head_seconds": head[max(head, key=int)] if head else 0.0,
+        "host_seconds": host[max(host, key=int)]["scheduler"] if host else 0.0,
+        "hidden_link": [[int(rows), s] for rows, s in link.get("send", {}).items()],
+    }
 
 
 # -- checks of one value each ----------------------------------------------------------------------
