@@ -28,13 +28,15 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from spexis.config import SpexisConfig
 from spexis.drafters.base import DraftRows, load_drafter
+from spexis.engine import kernels
+from spexis.engine.kernels import RowBuffers
 from spexis.engine.v2_handler import VerdictHandler
 from spexis.engine.verdict import FirstStage, LastStage
 from spexis.guards import check_sources
 
 logger = init_logger("vllm.spexis.runner_v2")
 
-SENT_POSITIONS, SENT_TOKENS = "spexis_positions", "spexis_tokens"  # travel with hidden states
+SENT = "spexis_rows"  # travels with the hidden states: [2, R] int32, positions and tokens
 
 
 class SpexisV2Mixin:
@@ -51,7 +53,8 @@ class SpexisV2Mixin:
         self.num_ready = 0  # steps whose output the scheduler had when it planned this one
         self.num_steps = 0  # non-empty ones of the scheduler's, which numbers them alike
         self.step = 0  # number of this one; 0 in vLLM's warm-up, so that verdicts are due at once
-        self.sent: tuple[torch.Tensor, torch.Tensor] | None = None  # positions [R], tokens [R]
+        self.sent: torch.Tensor | None = None  # [2, R] int32, positions and tokens of the rows
+        self.guess_positions: torch.Tensor | None = None  # [R] int64
         self.received: IntermediateTensors | None = None
         self.stage_output: IntermediateTensors | None = None
         self.prompts: dict[str, list[int]] = {}
@@ -72,6 +75,8 @@ class SpexisV2Mixin:
         stage.position = torch.zeros(slots + 1, dtype=torch.int32, device=self.device)
         states.num_computed_tokens.gpu = stage.position[:slots]
         states.last_sampled_tokens = stage.token[:slots].unsqueeze(1)
+        if self.pp.is_first_rank:
+            self.rows = RowBuffers.allocate(slots, self.first_stage.dummy_slot, self.device)
 
     def load_model(self, *args, **kwargs) -> None:
         super().load_model(*args, **kwargs)
@@ -114,10 +119,10 @@ class SpexisV2Mixin:
         handler = self.pp_handler
         for due in handler.take_due(self.num_calls, self.num_stages, self.num_ready):
             plan, alive = due.plan, handler.alive(due.plan)
-            self.first_stage.apply_verdict(plan.slots, plan.positions, due.tokens, alive)
+            verdict = plan.slots, plan.positions, due.tokens, alive
+            kernels.apply_verdict(self.first_stage, *verdict)
             if due.states is not None:
-                positions = plan.positions.to(torch.int64)
-                self.spexis_drafter.observe(plan.slots, positions, due.tokens, alive, due.states)
+                self.spexis_drafter.observe(*verdict, due.states)
 
     # ---------------------------------------------------------------- hot path
     @torch.inference_mode()
@@ -136,15 +141,11 @@ class SpexisV2Mixin:
         self.stage_output = output
         if dummy_run:
             return output
-        positions, tokens = self.sent
-        return IntermediateTensors(
-            {**output.tensors, SENT_POSITIONS: positions, SENT_TOKENS: tokens}
-        )
+        return IntermediateTensors({**output.tensors, SENT: self.sent})
 
-    def _received_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions [R] and tokens [R] that came along; waits for them, so call it late."""
-        tensors = self.received.tensors
-        return tensors[SENT_POSITIONS], tensors[SENT_TOKENS]
+    def _received_rows(self) -> torch.Tensor:
+        """[2, R] positions and tokens that came along; waits for them, so call it late."""
+        return self.received.tensors[SENT]
 
     def _count(self, scheduler_output) -> None:
         self.num_calls += 1
@@ -165,30 +166,35 @@ class SpexisV2Mixin:
             self.req_states.num_computed_tokens.gpu.index_copy_(0, slots, self.sent[0])
         batch = super().prepare_inputs(scheduler_output, batch_req_state, *args, **kwargs)
         if self.pp.is_first_rank:
-            slots = batch.idx_mapping
-            self.sent = self.first_stage.position[slots], self.first_stage.token[slots]
+            self._begin_rows(batch)
         return batch
+
+    def _begin_rows(self, batch) -> None:
+        self.sent, self.guess_positions = kernels.begin_rows(
+            self.first_stage,
+            batch.idx_mapping,
+            batch.seq_lens,
+            self.req_states.prefill_len.gpu,
+            self.rows,
+            batch.num_reqs_after_padding,
+        )
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output):
         if self.pp.is_first_rank and self.execute_model_state is not None:
-            batch = self.execute_model_state.input_batch
-            positions = batch.seq_lens[: batch.num_reqs].clone()  # of the guesses; int32
-            guesses = self._draft(positions)
+            batch, positions = self.execute_model_state.input_batch, self.guess_positions
+            guesses = self._draft()
             # Rows inside a prompt advance by their chunk; their guess is never looked at.
             everyone = self.pp_handler.all_rows[: batch.num_reqs]
-            self.first_stage.propose(batch.idx_mapping, positions, guesses, everyone)
+            kernels.propose(self.first_stage, batch.idx_mapping, positions, guesses, everyone)
             self.pp_handler.make_plan(batch, self.num_calls, self.step, positions)
         return super().sample_tokens(grammar_output)
 
-    def _draft(
-        self,
-        positions: torch.Tensor,  # [R]
-    ) -> torch.Tensor:
+    def _draft(self) -> torch.Tensor:
         """A guess for every row, [R] int64, from the output that this step's forward left."""
         state, output = self.execute_model_state, self.stage_output
         batch = state.input_batch
-        start, tokens = self.sent
+        mine, num_reqs = self.rows, batch.num_reqs
         rows = DraftRows(
             req_ids=batch.req_ids,
             slots=batch.idx_mapping,
@@ -196,10 +202,10 @@ class SpexisV2Mixin:
             residual=output["residual"],
             token_positions=batch.positions,
             last=batch.logits_indices,
-            start=start.to(torch.int64),
-            tokens=tokens,
-            draft_positions=positions.to(torch.int64),
-            is_prefill=start < self.req_states.prefill_len.gpu[batch.idx_mapping],
+            start=mine.start[:num_reqs],
+            tokens=mine.tokens[:num_reqs],
+            draft_positions=mine.ends[:num_reqs],
+            is_prefill=mine.is_prefill[:num_reqs],
             has_prefill=batch.has_prefill,
         )
         with set_forward_context(
@@ -218,18 +224,21 @@ class SpexisV2Mixin:
         output, num_sampled, num_rejected = super().sample(
             hidden_states, input_batch, grammar_output
         )
-        positions, tokens = self._received_rows()
-        slots, states = input_batch.idx_mapping, self.req_states
-        is_prefill = states.num_computed_tokens.gpu[slots] < states.prefill_len.gpu[slots]
-        samples = num_sampled > 0
-        good = self.last_stage.judge(slots, positions, tokens, is_prefill, samples)
-        discarded = samples & ~good
-        # In place: output holds the same tensors. vLLM's post_update then plays rule 2 (expect).
-        num_sampled.masked_fill_(discarded, 0)
-        num_rejected.masked_fill_(discarded, 1)
+        sent = self._received_rows()
         if not self.spexis_drafter.lossless:
             ends = input_batch.seq_lens[: input_batch.num_reqs].to(torch.int64)
+            tokens = sent[1].to(torch.int64)
             output.sampled_token_ids[:, 0] = self.spexis_drafter.overrule(ends, tokens)
+        # In place: output holds the same tensors. vLLM's post_update then plays rule 2 (expect).
+        self.pp_handler.verdict = kernels.judge_rows(
+            self.last_stage,
+            input_batch.idx_mapping,
+            sent,
+            self.req_states.prefill_len.gpu,
+            output.sampled_token_ids,
+            num_sampled,
+            num_rejected,
+        )
         if self.pp_handler.state_size:
             self.pp_handler.states = hidden_states[input_batch.logits_indices]
         return output, num_sampled, num_rejected
@@ -241,8 +250,7 @@ class SpexisV2Mixin:
         result = super()._dummy_run(*args, **kwargs)
         if self.pp.is_first_rank and self.stage_output is not None:
             batch = self.execute_model_state.input_batch
-            slots = batch.idx_mapping
-            self.sent = self.first_stage.position[slots], self.first_stage.token[slots]
-            self._draft(batch.seq_lens[: batch.num_reqs])
+            self._begin_rows(batch)
+            self._draft()
             self.stage_output = None  # or it would outlive the measurement
         return result
