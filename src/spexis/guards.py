@@ -92,6 +92,20 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
                 "_dummy_run": ("num_tokens",),
             }.items()
         },
+        "vllm.v1.worker.gpu_worker:Worker.execute_model": ("self", "scheduler_output"),
+        "vllm.distributed.parallel_state:GroupCoordinator.isend_tensor_dict": (
+            "self",
+            "tensor_dict",
+            "dst",
+            "all_gather_group",
+            "all_gather_tensors",
+        ),
+        "vllm.distributed.parallel_state:GroupCoordinator.irecv_tensor_dict": (
+            "self",
+            "src",
+            "all_gather_group",
+            "all_gather_tensors",
+        ),
         "vllm.v1.worker.gpu.pp_utils:PPHandler.receive": ("self", "input_batch"),
         "vllm.v1.worker.gpu.pp_utils:PPHandler.broadcast": (
             "self",

@@ -27,6 +27,8 @@ def test_public_options_are_frozen():
         "steps_in_flight",
         "iteration_log",
         "timeline_log",
+        "fixed_transfer",
+        "draft_graphs",
     ]
     assert DRAFTER_KEYS == {
         "exit": ("model", "draft_vocab_size"),
@@ -45,6 +47,7 @@ def test_public_options_are_frozen():
         {"drafter": ORACLE, "steps_in_flight": 3},
         {"drafter": {"method": "synthetic", "acceptance": 1}, "iteration_log": "a.jsonl"},
         {"drafter": {"method": "none"}, "timeline_log": "t"},
+        {"fixed_transfer": False, "draft_graphs": True},
     ],
 )
 def test_round_trip_is_json_and_stable(block):
@@ -78,6 +81,8 @@ def test_round_trip_is_json_and_stable(block):
         ({"steps_in_flight": "2"}, ["steps_in_flight is '2'", "whole number"]),
         ({"steps_in_flight": True}, ["steps_in_flight is True"]),
         ({"iteration_log": 1}, ["iteration_log is 1"]),
+        ({"draft_graphs": "on"}, ["draft_graphs is 'on'", "true and false"]),
+        ({"fixed_transfer": 1}, ["fixed_transfer is 1"]),
         ({1: 2}, ["spexis.1"]),
     ],
 )

@@ -30,13 +30,12 @@ from spexis.config import SpexisConfig
 from spexis.drafters.base import DraftRows, load_drafter
 from spexis.engine import kernels
 from spexis.engine.kernels import RowBuffers
+from spexis.engine.transfer import ROWS, FixedTransfer, Schema, agree
 from spexis.engine.v2_handler import VerdictHandler
 from spexis.engine.verdict import FirstStage, LastStage
 from spexis.guards import check_sources
 
 logger = init_logger("vllm.spexis.runner_v2")
-
-SENT = "spexis_rows"  # travels with the hidden states: [2, R] int32, positions and tokens
 
 
 class SpexisV2Mixin:
@@ -58,6 +57,7 @@ class SpexisV2Mixin:
         self.received: IntermediateTensors | None = None
         self.stage_output: IntermediateTensors | None = None
         self.prompts: dict[str, list[int]] = {}
+        self.transfer: FixedTransfer | None = None
         self._share_request_states()
         if self.spexis_config.timeline_log:
             logger.warning("spexis.timeline_log is recorded by the V1 (CPU) runner only")
@@ -89,6 +89,27 @@ class SpexisV2Mixin:
         # Middle stages hold no drafter but take part in the broadcast.
         state_size = self._agree_on_state_size(state_size)
         VerdictHandler.adopt(self.pp_handler, self.num_slots, state_size, self.model_config.dtype)
+        self._set_up_transfer()
+
+    def _set_up_transfer(self) -> None:
+        """All stages get here or none, since they have one configuration."""
+        tensor_parallel = self.parallel_config.tensor_parallel_size > 1
+        if not self.spexis_config.fixed_transfer or tensor_parallel or self.num_stages == 1:
+            return
+        try:
+            schema = Schema.of_model(self.model, self.model_config.dtype)
+        except ValueError as err:
+            schema = None
+            logger.warning("Stages describe each step's data, as vLLM does: %s", err)
+        if agree(self.pp, schema):
+            buffers = None if self.pp.is_first_rank else self.intermediate_tensors.tensors
+            self.transfer = FixedTransfer.install(self.pp, schema, buffers, self.device)
+
+    def expect_transfer(self, scheduler_output) -> None:
+        """The worker is about to receive this step's data."""
+        if self.transfer is not None:
+            rows = scheduler_output.num_scheduled_tokens
+            self.transfer.expect(scheduler_output.total_num_scheduled_tokens, len(rows))
 
     def _agree_on_state_size(self, state_size: int) -> int:
         return int(self.pp.broadcast_object(state_size, src=0))
@@ -141,11 +162,11 @@ class SpexisV2Mixin:
         self.stage_output = output
         if dummy_run:
             return output
-        return IntermediateTensors({**output.tensors, SENT: self.sent})
+        return IntermediateTensors({**output.tensors, ROWS: self.sent})
 
     def _received_rows(self) -> torch.Tensor:
         """[2, R] positions and tokens that came along; waits for them, so call it late."""
-        return self.received.tensors[SENT]
+        return self.received.tensors[ROWS]
 
     def _count(self, scheduler_output) -> None:
         self.num_calls += 1

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CUDA worker with Spexis' model runner in place (CPU: worker_cpu.py)."""
+"""vLLM's CUDA worker with Spexis' model runner in place (CPU: worker_cpu.py).
+
+Invariant: a worker differs from vLLM's in its runner, and in telling it the sizes of a step
+before vLLM receives that step's data (transfer.py).
+"""
 
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -15,7 +19,16 @@ def with_spexis(runner_class: type, use_v2: bool) -> type:
     return type(f"Spexis{runner_class.__name__}", (Mixin, runner_class), {})
 
 
-class SpexisWorker(Worker):
+class StageWorker:
+    """Mixed in before vLLM's worker class."""
+
+    def execute_model(self, scheduler_output):
+        if self.use_v2_model_runner:
+            self.model_runner.expect_transfer(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+
+class SpexisWorker(StageWorker, Worker):
     def init_device(self) -> None:
         end_with_parent()
         super().init_device()
