@@ -14,6 +14,7 @@ from spexis.drafters.base import Drafter, DraftRows
 class SyntheticDrafter(Drafter):
     name = "synthetic"
     lossless = False
+    capturable = True
 
     def __init__(self, config: DrafterConfig, runner):
         self.acceptance = config.acceptance

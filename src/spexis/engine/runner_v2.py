@@ -20,17 +20,16 @@ were. Run: tests/engine/test_v2_interpreter.py.
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.sequence import IntermediateTensors
-from vllm.utils.mem_utils import DeviceMemoryProfiler, format_gib
+from vllm.utils.mem_utils import DeviceMemoryProfiler
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from spexis.config import SpexisConfig
-from spexis.drafters.base import DraftRows, load_drafter
+from spexis.drafters.base import load_drafter
 from spexis.engine import kernels
-from spexis.engine.kernels import RowBuffers
 from spexis.engine.transfer import ROWS, FixedTransfer, Schema, agree
+from spexis.engine.v2_drafter import DrafterMixin
 from spexis.engine.v2_handler import VerdictHandler
 from spexis.engine.verdict import FirstStage, LastStage
 from spexis.guards import check_sources
@@ -38,7 +37,7 @@ from spexis.guards import check_sources
 logger = init_logger("vllm.spexis.runner_v2")
 
 
-class SpexisV2Mixin:
+class SpexisV2Mixin(DrafterMixin):
     """Mixed in before vLLM's V2 model runner class by engine/worker.py."""
 
     # ------------------------------------------------------------------ set-up
@@ -52,8 +51,6 @@ class SpexisV2Mixin:
         self.num_ready = 0  # steps whose output the scheduler had when it planned this one
         self.num_steps = 0  # non-empty ones of the scheduler's, which numbers them alike
         self.step = 0  # number of this one; 0 in vLLM's warm-up, so that verdicts are due at once
-        self.sent: torch.Tensor | None = None  # [2, R] int32, positions and tokens of the rows
-        self.guess_positions: torch.Tensor | None = None  # [R] int64
         self.received: IntermediateTensors | None = None
         self.stage_output: IntermediateTensors | None = None
         self.prompts: dict[str, list[int]] = {}
@@ -75,8 +72,7 @@ class SpexisV2Mixin:
         stage.position = torch.zeros(slots + 1, dtype=torch.int32, device=self.device)
         states.num_computed_tokens.gpu = stage.position[:slots]
         states.last_sampled_tokens = stage.token[:slots].unsqueeze(1)
-        if self.pp.is_first_rank:
-            self.rows = RowBuffers.allocate(slots, self.first_stage.dummy_slot, self.device)
+        self.init_drafter_rows()
 
     def load_model(self, *args, **kwargs) -> None:
         super().load_model(*args, **kwargs)
@@ -85,7 +81,8 @@ class SpexisV2Mixin:
         state_size = self.spexis_drafter.state_size if self.spexis_drafter else 0
         if self.pp.is_first_rank:
             self.model_memory_usage += memory.consumed_memory
-            logger.info("Drafter takes %s GiB of memory", format_gib(memory.consumed_memory))
+            self.drafter_bytes["weights"] = memory.consumed_memory
+            self.plan_draft_graphs()
         # Middle stages hold no drafter but take part in the broadcast.
         state_size = self._agree_on_state_size(state_size)
         VerdictHandler.adopt(self.pp_handler, self.num_slots, state_size, self.model_config.dtype)
@@ -150,7 +147,7 @@ class SpexisV2Mixin:
     def execute_model(
         self, scheduler_output, intermediate_tensors=None, dummy_run=False, *args, **kwargs
     ):
-        self.sent = self.stage_output = None
+        self.sent = self.stage_output = self.batch_desc = None
         self.received = intermediate_tensors
         if not dummy_run:
             self._count(scheduler_output)
@@ -177,7 +174,8 @@ class SpexisV2Mixin:
         self.num_steps += 1
         self.step, self.num_ready = self.num_steps, num_ready
 
-    def prepare_inputs(self, scheduler_output, batch_req_state, *args, **kwargs):
+    def prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, *args, **kwargs):
+        self.batch_desc = batch_desc
         if not (self.pp.is_first_rank or self.pp.is_last_rank):
             # A middle stage learns of restarts from the rows themselves.
             self.sent = self._received_rows()
@@ -185,58 +183,20 @@ class SpexisV2Mixin:
                 batch_req_state.idx_mapping_np, device=self.device, dtype=torch.int64
             )
             self.req_states.num_computed_tokens.gpu.index_copy_(0, slots, self.sent[0])
-        batch = super().prepare_inputs(scheduler_output, batch_req_state, *args, **kwargs)
+        batch = super().prepare_inputs(
+            scheduler_output, batch_req_state, batch_desc, *args, **kwargs
+        )
         if self.pp.is_first_rank:
             self._begin_rows(batch)
         return batch
 
-    def _begin_rows(self, batch) -> None:
-        self.sent, self.guess_positions = kernels.begin_rows(
-            self.first_stage,
-            batch.idx_mapping,
-            batch.seq_lens,
-            self.req_states.prefill_len.gpu,
-            self.rows,
-            batch.num_reqs_after_padding,
-        )
-
     @torch.inference_mode()
     def sample_tokens(self, grammar_output):
         if self.pp.is_first_rank and self.execute_model_state is not None:
-            batch, positions = self.execute_model_state.input_batch, self.guess_positions
-            guesses = self._draft()
-            # Rows inside a prompt advance by their chunk; their guess is never looked at.
-            everyone = self.pp_handler.all_rows[: batch.num_reqs]
-            kernels.propose(self.first_stage, batch.idx_mapping, positions, guesses, everyone)
-            self.pp_handler.make_plan(batch, self.num_calls, self.step, positions)
+            batch = self.execute_model_state.input_batch
+            self._draft_and_advance()
+            self.pp_handler.make_plan(batch, self.num_calls, self.step, self.guess_positions)
         return super().sample_tokens(grammar_output)
-
-    def _draft(self) -> torch.Tensor:
-        """A guess for every row, [R] int64, from the output that this step's forward left."""
-        state, output = self.execute_model_state, self.stage_output
-        batch = state.input_batch
-        mine, num_reqs = self.rows, batch.num_reqs
-        rows = DraftRows(
-            req_ids=batch.req_ids,
-            slots=batch.idx_mapping,
-            hidden_states=output["hidden_states"],
-            residual=output["residual"],
-            token_positions=batch.positions,
-            last=batch.logits_indices,
-            start=mine.start[:num_reqs],
-            tokens=mine.tokens[:num_reqs],
-            draft_positions=mine.ends[:num_reqs],
-            is_prefill=mine.is_prefill[:num_reqs],
-            has_prefill=batch.has_prefill,
-        )
-        with set_forward_context(
-            state.attn_metadata,
-            self.vllm_config,
-            num_tokens=batch.num_tokens_after_padding,
-            slot_mapping=state.slot_mappings_by_layer,
-            is_padding=batch.is_padding,
-        ):
-            return self.spexis_drafter.propose(rows)
 
     def postprocess_num_computed_tokens(self, input_batch) -> None:
         """Called on earlier stages, whose positions come from propose() or with the rows."""
@@ -270,8 +230,7 @@ class SpexisV2Mixin:
         """vLLM measures peak memory and warms up with dummy steps: the drafter takes part."""
         result = super()._dummy_run(*args, **kwargs)
         if self.pp.is_first_rank and self.stage_output is not None:
-            batch = self.execute_model_state.input_batch
-            self._begin_rows(batch)
+            self._begin_rows(self.execute_model_state.input_batch)
             self._draft()
             self.stage_output = None  # or it would outlive the measurement
         return result

@@ -107,6 +107,7 @@ class _AttentionLayer(nn.Module):
 
 class EngineExitDrafter(nn.Module, Drafter):
     name = "exit"
+    capturable = True
 
     @classmethod
     def load(cls, config: DrafterConfig, runner) -> "EngineExitDrafter":
