@@ -2,6 +2,7 @@
 """The kernels against the rules, in a process of its own: TRITON_INTERPRET=1 must precede Triton.
 
     TRITON_INTERPRET=1 python tests/unit/fused_rules.py GROUPS
+    python tests/unit/fused_rules.py GROUPS cuda        compiled, on a GPU
 
 Runs random histories of the rules (spexis.bench.histories) with stages that do every step twice,
 by verdict.py and by the kernel, and compare the whole state each time. The dtypes are those of
@@ -21,13 +22,20 @@ from spexis.engine import kernels
 from spexis.engine.verdict import NO_TOKEN, FirstStage, LastStage
 
 CPU = torch.device("cpu")
+DEVICE = torch.device(sys.argv[2] if len(sys.argv) > 2 else "cpu")  # where the kernels run
 HIDDEN = 5
 counts: Counter[str] = Counter()
 
 
 def same(*pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
     for mine, theirs in pairs:
+        mine, theirs = mine.cpu(), theirs.cpu()
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), (mine, theirs)
+
+
+def there(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Copies where the kernels run."""
+    return tuple(tensor.clone().to(DEVICE) for tensor in tensors)
 
 
 class CheckedFirst(FirstStage):
@@ -41,10 +49,11 @@ class CheckedFirst(FirstStage):
         self.kept_positions = torch.full((num_slots + 1,), -7)
 
     def _copy(self):
+        position, token, planned = there(self.position, self.token, self.planned)
         return SimpleNamespace(
-            position=self.position.clone(),
-            token=self.token.clone(),
-            planned=self.planned.clone(),
+            position=position,
+            token=token,
+            planned=planned,
             num_remembered=self.num_remembered,
             dummy_slot=self.dummy_slot,
         )
@@ -55,7 +64,7 @@ class CheckedFirst(FirstStage):
 
     def apply_verdict(self, slots, positions, tokens, alive):
         copy = self._copy()
-        kernels.apply_verdict(copy, slots, positions, tokens, alive)
+        kernels.apply_verdict(copy, *there(slots, positions, tokens, alive))
         wrong = super().apply_verdict(slots, positions, tokens, alive)
         self._same(copy)
         counts["apply_verdict"] += 1
@@ -71,14 +80,15 @@ class CheckedFirst(FirstStage):
         for row, slot in enumerate(slots.tolist()):
             if alive[row] and tokens[row] != NO_TOKEN:
                 kept[slot], kept_positions[slot] = states[row], positions[row] - 1
-        mine = self.kept, self.kept_positions
-        kernels.keep_states(slots, positions, tokens, alive, states, *mine)
-        same((self.kept, kept), (self.kept_positions, kept_positions))
+        mine = there(self.kept, self.kept_positions)
+        kernels.keep_states(*there(slots, positions, tokens, alive, states), *mine)
+        same(*zip(mine, (kept, kept_positions), strict=True))
+        self.kept, self.kept_positions = kept, kept_positions
 
     def propose(self, slots, positions, guesses, samples):
         self._check_begin(slots, positions)
         copy = self._copy()
-        kernels.propose(copy, slots, positions, guesses, samples)
+        kernels.propose(copy, *there(slots, positions, guesses, samples))
         super().propose(slots, positions, guesses, samples)
         self._same(copy)
         counts["propose"] += 1
@@ -88,11 +98,11 @@ class CheckedFirst(FirstStage):
         """On the rows of this step, with two padded ones."""
         prefill_len = torch.randint(0, 12, (self.dummy_slot,), dtype=torch.int32)
         ends, padded = positions.to(torch.int32), len(slots) + 2
-        arguments = (self, slots, ends, prefill_len)
-        rows, mine = self.buffers, kernels.RowBuffers.allocate(padded, self.dummy_slot, CPU)
-        theirs = kernels._begin_rows_reference(*arguments, rows, padded)
+        arguments, rows = (slots, ends, prefill_len), self.buffers
+        theirs = kernels._begin_rows_reference(self, *arguments, rows, padded)
+        mine = kernels.RowBuffers.allocate(padded, self.dummy_slot, DEVICE)
         mine.pad(0)  # so that a padded row which is not written shows
-        result = kernels.begin_rows(*arguments, mine, padded)
+        result = kernels.begin_rows(self._copy(), *there(*arguments), mine, padded)
         same(*zip(result, theirs, strict=True))
         same(*((getattr(mine, n), getattr(rows, n)[:padded]) for n in rows.__slots__))
         counts["begin_rows"] += 1
@@ -108,13 +118,14 @@ class CheckedLast(LastStage):
         # What tells vLLM's runner a prompt row: fewer tokens computed than known.
         prefill_len = torch.zeros(self.dummy_slot, dtype=torch.int32)
         prefill_len[slots] = (self.position[slots] + is_prefill.int()).to(torch.int32)
-        num_sampled = samples.to(torch.int32)
-        num_rejected = torch.zeros_like(num_sampled)
         sampled = torch.randint(0, 99, (len(slots), 1))
         sent = torch.stack([positions, tokens]).to(torch.int32)
-        verdict = kernels.judge_rows(
-            self, slots, sent, prefill_len, sampled, num_sampled, num_rejected
-        )
+        position, token = there(self.position, self.token)
+        stage = SimpleNamespace(position=position, token=token)
+        counted = samples.to(torch.int32)
+        num_sampled, num_rejected = there(counted, torch.zeros_like(counted))
+        arguments = there(slots, sent, prefill_len, sampled)
+        verdict = kernels.judge_rows(stage, *arguments, num_sampled, num_rejected)
         same(
             (num_sampled, good.to(torch.int32)),
             (num_rejected, (samples & ~good).to(torch.int32)),
@@ -150,7 +161,7 @@ def many_rows() -> None:
 
 
 def main() -> None:
-    assert kernels.is_fused(torch.empty(0)), "needs Triton and TRITON_INTERPRET=1"
+    assert kernels.is_fused(torch.empty(0, device=DEVICE)), "needs Triton (TRITON_INTERPRET=1)"
     torch.set_num_threads(1)
     rules = SimpleNamespace(**{**vars(RULES), "FirstStage": CheckedFirst, "LastStage": CheckedLast})
     many_rows()
