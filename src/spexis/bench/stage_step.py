@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "states": not args.no_states,
         },
         "drafter_bytes": stage.runner.drafter_bytes,
+        "draft_graphs": len(getattr(stage.runner.cudagraph_manager, "spexis_draft_graphs", ())),
         "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu",
         "torch": torch.__version__,
         "vllm": _vllm_version(),

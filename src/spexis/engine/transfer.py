@@ -18,11 +18,14 @@ it or none (agree); a tensor that is not as the schema says is refused, never se
 Shapes: T tokens, R rows of the step, W the model's width.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+logger = logging.getLogger("vllm.spexis.transfer")
 
 ROWS = "spexis_rows"  # [2, R] int32: position and input token of each row
 
@@ -84,6 +87,7 @@ class FixedTransfer:
         transfer = cls(group, schema, buffers, device)
         group.isend_tensor_dict = transfer.isend_tensor_dict
         group.irecv_tensor_dict = transfer.irecv_tensor_dict
+        logger.info("Stages send %s without describing them", [n for n, *_ in schema.tensors])
         return transfer
 
     def __init__(self, group, schema, buffers, device):
