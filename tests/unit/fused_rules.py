@@ -160,11 +160,33 @@ def many_rows() -> None:
     last.judge(slots, torch.randint(1, 3, slots.shape), slots % 2, slots % 5 == 0, slots % 3 > 0)
 
 
+def hashes() -> None:
+    """hashed_tokens() where it is fused against the formula, which runs without Triton."""
+    torch.manual_seed(0)
+    positions, tokens = torch.randint(0, 1 << 17, (300,)), torch.randint(0, 128256, (300,))
+    drawn, triton = torch.rand(300), kernels.triton
+    for seed, vocab_size, drawn_or_none in ((0, 384, None), (7, 128256, drawn), (3, 2, drawn)):
+        rest = seed, vocab_size
+        mine = kernels.hashed_tokens(
+            *there(positions.int(), tokens.int()),
+            *rest,
+            None if drawn_or_none is None else drawn.to(DEVICE),
+            0.7,
+        )
+        kernels.triton = None
+        theirs = kernels.hashed_tokens(positions, tokens, *rest, drawn_or_none, 0.7)
+        kernels.triton = triton
+        same((mine, theirs))
+        assert theirs.min() >= 0 and theirs.max() < vocab_size
+        counts["hashed_tokens"] += 1
+
+
 def main() -> None:
     assert kernels.is_fused(torch.empty(0, device=DEVICE)), "needs Triton (TRITON_INTERPRET=1)"
     torch.set_num_threads(1)
     rules = SimpleNamespace(**{**vars(RULES), "FirstStage": CheckedFirst, "LastStage": CheckedLast})
     many_rows()
+    hashes()
     for seed in range(int(sys.argv[1])):
         run_group(group_of(seed), random_setting(seed), rules)
     print(json.dumps(counts))

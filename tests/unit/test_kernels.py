@@ -31,6 +31,7 @@ def test_kernels_equal_the_rules_on_random_histories():
     # Every kernel ran, and every branch of it was taken.
     for name in ("apply_verdict", "propose", "begin_rows", "judge_rows"):
         assert counts[name] > 20, counts
+    assert counts["hashed_tokens"] == 3
     for name in ("wrong", "dead", "no_token", "no_sample", "good", "discarded"):
         assert counts[name] > 5, counts
 

@@ -6,6 +6,7 @@
     propose(first_stage, slots, positions, guesses, samples)         guesses advance the state
     judge_rows(last_stage, ...)                                      rule 1 and the verdict
     keep_states(...)                                                 final states by slot
+    hashed_tokens(...)                                               the synthetic drafter's
 
 verdict.py written in PyTorch is about forty small kernels a step, all on the path from a verdict
 to the next row. Invariant: verdict.py is the definition and these are its fused form: on CPU
@@ -248,6 +249,41 @@ def judge_rows(
     return verdict
 
 
+# ------------------------------------------------------------------- benchmarks
+def hashed_tokens(
+    positions: torch.Tensor,  # [R] int32 or int64
+    tokens: torch.Tensor,  # [R] int32 or int64
+    seed: int,
+    vocab_size: int,
+    drawn: torch.Tensor | None,  # [R] float32 in [0, 1), or None
+    acceptance: float,
+) -> torch.Tensor:
+    """A token for each (position, token), the same on every stage, [R] int64; where drawn is at
+    least the acceptance, another one."""
+    if not is_fused(tokens):
+        # Knuth's multiplicative hash, cut to 31 bits so that no product overflows.
+        mixed = positions.to(torch.int64) * 2654435761 + tokens.to(torch.int64) * 40503 + seed
+        hashed = ((mixed & 0x7FFFFFFF) * 69069 + 1) % vocab_size
+        if drawn is None:
+            return hashed
+        return torch.where(drawn < acceptance, hashed, (hashed + 1) % vocab_size)
+    num_rows = tokens.shape[0]
+    result = torch.empty(num_rows, dtype=torch.int64, device=tokens.device)
+    _hashed_tokens_kernel[_grid(num_rows)](
+        positions,
+        tokens,
+        result if drawn is None else drawn,
+        result,
+        seed,
+        vocab_size,
+        acceptance,
+        num_rows,
+        DRAWN=drawn is not None,
+        BLOCK=ROWS_PER_PROGRAM,
+    )
+    return result
+
+
 def _grid(num_rows: int) -> tuple[int]:
     return (triton.cdiv(num_rows, ROWS_PER_PROGRAM),)
 
@@ -405,3 +441,27 @@ if triton is not None:
         tl.store(kept_ptr + slot * kept_stride + column, value, mask=inside)
         if tl.program_id(1) == 0:
             tl.store(kept_positions_ptr + slot, tl.load(positions_ptr + row) - 1)
+
+    @triton.jit(do_not_specialize=["seed", "vocab_size", "acceptance", "num_rows"])
+    def _hashed_tokens_kernel(
+        positions_ptr,
+        tokens_ptr,
+        drawn_ptr,
+        result_ptr,
+        seed,
+        vocab_size,
+        acceptance,
+        num_rows,
+        DRAWN: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        valid = row < num_rows
+        position = tl.load(positions_ptr + row, mask=valid, other=0).to(tl.int64)
+        token = tl.load(tokens_ptr + row, mask=valid, other=0).to(tl.int64)
+        mixed = (position * 2654435761 + token * 40503 + seed) & 0x7FFFFFFF
+        hashed = (mixed * 69069 + 1) % vocab_size
+        if DRAWN:
+            drawn = tl.load(drawn_ptr + row, mask=valid, other=0.0)
+            hashed = tl.where(drawn < acceptance, hashed, (hashed + 1) % vocab_size)
+        tl.store(result_ptr + row, hashed, mask=valid)

@@ -207,9 +207,8 @@ class SpexisV2Mixin(DrafterMixin):
         )
         sent = self._received_rows()
         if not self.spexis_drafter.lossless:
-            ends = input_batch.seq_lens[: input_batch.num_reqs].to(torch.int64)
-            tokens = sent[1].to(torch.int64)
-            output.sampled_token_ids[:, 0] = self.spexis_drafter.overrule(ends, tokens)
+            ends = input_batch.seq_lens[: input_batch.num_reqs]
+            output.sampled_token_ids[:, 0] = self.spexis_drafter.overrule(ends, sent[1])
         # In place: output holds the same tensors. vLLM's post_update then plays rule 2 (expect).
         self.pp_handler.verdict = kernels.judge_rows(
             self.last_stage,

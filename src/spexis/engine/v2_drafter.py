@@ -170,7 +170,8 @@ class DrafterMixin:
             ):
                 yield
 
-        recorder = CudaGraphRecorder(lambda: capture_pool(manager.pool, self.vllm_config))
+        pool = manager.pool  # not by the manager: it must end with vLLM's profiling, at once
+        recorder = CudaGraphRecorder(lambda: capture_pool(pool, self.vllm_config))
         graphs = DraftGraphs(self._draft_decode_rows, recorder)
         free_before = torch.accelerator.get_memory_info()[0]
         with graph_capture(device=self.device):
