@@ -83,6 +83,7 @@ class Stage:
         self.worker.compile_or_warm_up_model()
         self.device = self.runner.device
         self.req_ids: list[str] = []
+        self._in_flight: deque[torch.cuda.Event] = deque()
 
     def _make_verdicts(self, seed: int) -> None:
         """Every seventh row was discarded; other rows' tokens are never what was guessed."""
@@ -216,6 +217,16 @@ class Stage:
         cached.new_block_ids = [None] * num_rows
         self._run([1] * num_rows, scheduled_cached_reqs=cached)
 
+    def paced_step(self) -> None:
+        """step(), but waits first while as many are in flight as the engine would allow."""
+        if self.device.type != "cpu":
+            if len(self._in_flight) == self.vllm_config.max_concurrent_batches:
+                self._in_flight.popleft().synchronize()
+            self._in_flight.append(torch.cuda.Event())
+        self.step()
+        if self.device.type != "cpu":
+            self._in_flight[-1].record()
+
     def end(self) -> None:
         """The requests end, and what is in flight is forgotten."""
         if self.req_ids:
@@ -240,6 +251,7 @@ class Stage:
             self.worker.sample_tokens(None)
 
     def synchronize(self) -> None:
+        self._in_flight.clear()
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 

@@ -13,9 +13,11 @@ exit drafter of random weights. Per batch size, alternating in rounds, medians o
     spexis   the same with the drafter as a CUDA graph
     draft    the drafter's graph alone
 
-Steps are launched without waiting and timed from the first launch to the end of the last, so a
-host that is slower than the device shows. The transfer between stages is not in it. Target at
-batch 64: spexis at most 1.04 x stock. Prints a table; the last line is one JSON object.
+As many steps are in flight as the engine allows, timed from the first launch to the end of the
+last, so a host that is slower than the device shows; `host` is the time of launching a step while
+the device is idle. The transfer between stages is not in it. Target at batch 64: spexis at most
+1.04 x stock. Prints a table; the last line is one JSON object. --trace FOLDER also writes traces of
+a few steps of the last batch size, and counts the device's kernels in a step.
 """
 
 import argparse
@@ -35,6 +37,7 @@ import torch
 
 TARGET, TARGET_BATCH = 1.04, 64
 WARM_UP_STEPS = 4
+HOST_STEPS = 2  # few, so that launching them cannot wait for the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stage = start(args, Path(folder), on_gpu)
         print(f"stage ready after {time.monotonic() - begin:.0f} s", file=sys.stderr)
         rows = [measure(stage, batch, args) for batch in args.batches]
+        traced = trace(stage, args.batches[-1], Path(args.trace)) if args.trace else None
     result = {
         "bench": "stage_step",
         "model": args.model,
@@ -82,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "steps": args.steps,
         "rounds": args.rounds,
         "ms": rows,
+        "kernels": traced,
         "target": TARGET,
         "met": target_met(rows),
     }
@@ -117,7 +122,7 @@ def start(args: argparse.Namespace, folder: Path, on_gpu: bool):
         spexis={"drafter": {"method": "exit", "model": drafter}, "draft_graphs": on_gpu},
         max_rows=max(args.batches),
         context=args.context,
-        steps=args.steps + WARM_UP_STEPS,
+        steps=WARM_UP_STEPS + max(args.steps, 5) + HOST_STEPS,
         load_format="dummy",
         max_num_batched_tokens=2048,
         **(
@@ -194,9 +199,12 @@ def random_drafter(
 def measure(stage, batch: int, args: argparse.Namespace) -> dict:
     """Medians in ms of one batch size; None where there are no CUDA graphs."""
     times: dict[str, list[float]] = {}
+    hosts: dict[str, list[float]] = {}
     for _ in range(args.rounds):
         for name in ("stock", "eager", "spexis"):
-            times.setdefault(name, []).append(time_steps(stage, name, batch, args.steps))
+            step, host = time_steps(stage, name, batch, args.steps)
+            times.setdefault(name, []).append(step)
+            hosts.setdefault(name, []).append(host)
         for name, replay in graph_replays(stage).items():
             times.setdefault(name, []).append(time_calls(stage, replay, args.steps))
     medians = {name: round(statistics.median(found), 4) for name, found in times.items()}
@@ -205,21 +213,23 @@ def measure(stage, batch: int, args: argparse.Namespace) -> dict:
         **{name: medians.get(name) for name in ("graph", "stock", "eager", "spexis", "draft")},
         "ratio": round(medians["spexis"] / medians["stock"], 4),
         "ratio_eager": round(medians["eager"] / medians["stock"], 4),
+        "host": {name: round(statistics.median(found), 4) for name, found in hosts.items()},
         "spread": {name: [min(found), max(found)] for name, found in times.items()},
     }
 
 
-def time_steps(stage, name: str, batch: int, steps: int) -> float:
-    """ms a step, in one of the three ways."""
-    if name == "stock":
-        stage.use_stock()
-    else:
-        stage.use_spexis()
+def time_steps(stage, name: str, batch: int, steps: int) -> tuple[float, float]:
+    """ms a step, and ms to launch one, in one of the three ways."""
+    use(stage, name)
     with drafting(stage, eager=name == "eager"):
         stage.begin(batch)
         for _ in range(WARM_UP_STEPS):
             stage.step()
-        return time_calls(stage, stage.step, steps)
+        step = time_calls(stage, stage.paced_step, steps)
+        begin = time.perf_counter()
+        for _ in range(HOST_STEPS):
+            stage.step()
+        return step, round(1000 * (time.perf_counter() - begin) / HOST_STEPS, 4)
 
 
 def time_calls(stage, call: Callable[[], None], times: int) -> float:
@@ -257,6 +267,39 @@ def graph_replays(stage) -> dict[str, Callable[[], None]]:
     }
 
 
+def trace(stage, batch: int, folder: Path, steps: int = 5) -> dict[str, float]:
+    """Writes a Chrome trace of each way; returns kernels and copies on the device a step."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    folder.mkdir(parents=True, exist_ok=True)
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    counts = {}
+    for name in ("stock", "eager", "spexis"):
+        use(stage, name)
+        with drafting(stage, eager=name == "eager"):
+            stage.begin(batch)
+            for _ in range(WARM_UP_STEPS):
+                stage.step()
+            stage.synchronize()
+            with profile(activities=activities) as profiler:
+                for _ in range(steps):
+                    stage.step()
+                stage.synchronize()
+        profiler.export_chrome_trace(str(folder / f"{name}-{batch}.json"))
+        on_device = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
+        counts[name] = len(on_device) / steps
+    return counts
+
+
+def use(stage, name: str) -> None:
+    if name == "stock":
+        stage.use_stock()
+    else:
+        stage.use_spexis()
+
+
 def target_met(rows: list[dict]) -> bool | None:
     """At the target's batch size; None where it was not measured."""
     found = [row["ratio"] <= TARGET for row in rows if row["batch"] == TARGET_BATCH]
@@ -289,6 +332,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--drafter-layers", type=int, default=2)
     parser.add_argument("--draft-vocab", type=int, default=16384)
     parser.add_argument("--no-states", action="store_true", help="drafter without final states")
+    parser.add_argument("--trace", metavar="FOLDER", help="write traces of a few steps there")
     parser.add_argument("--output", help="also write the JSON line there")
     return parser
 
