@@ -12,6 +12,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 UNIT = HERE.parent / "unit"
+pytestmark = pytest.mark.gpu
 TINY_LAYERS, DRAFTER_LAYERS = 2, 2
 
 

@@ -21,7 +21,7 @@ tiny_drafter(model, sys.argv[1] + "/drafter")
 """
 NO_WAITS = {"VLLM_GPU_SYNC_CHECK": "error"}
 
-pytestmark = pytest.mark.num_gpus(2)
+pytestmark = [pytest.mark.gpu, pytest.mark.num_gpus(2)]
 
 
 class World:
