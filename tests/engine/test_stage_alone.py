@@ -51,6 +51,7 @@ def test_checks_of_one_stage(tmp_path, states: bool):
             assert result[f"head{way}"]["rows"] == 24
             assert result[f"head{way}"]["different"] > 6  # a constant guess would show nothing
     assert [found["rows"] for found in result["graphs"]] == [8 * 6, 3 * 6]
+    assert result["captured"] == [1, 2, 4, 8]
     memory = result["memory"]
     assert memory["kv_layers"] == 4  # two of the stage, two of the drafter
     assert memory["drafter"]["kv_cache"] == pytest.approx((1 << 30) / 2, rel=0.01)

@@ -12,7 +12,9 @@ import argparse
 import json
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -45,9 +47,7 @@ def start(folder: Path, args: argparse.Namespace, states: bool) -> tuple[Stage, 
             more["attention_backend"] = args.attention
     else:
         more = {"enforce_eager": True, "block_size": 32}
-    spexis = {"drafter": {"method": "exit", "model": drafter}}
-    if torch.cuda.is_available():
-        spexis["draft_graphs"] = True
+    spexis = {"drafter": {"method": "exit", "model": drafter}, "draft_graphs": True}
     sizes = {"max_rows": MAX_ROWS, "context": CONTEXT, "steps": STEPS}
     # 256 so that a prompt of every row fits into one step.
     stage = Stage.start(
@@ -60,6 +60,48 @@ def start(folder: Path, args: argparse.Namespace, states: bool) -> tuple[Stage, 
         **more,
     )
     return stage, drafter
+
+
+def check_capture(stage: Stage) -> dict:
+    """On the CPU: the way through vLLM's capture, with a recorder that only runs the work.
+
+    It must leave every request's state as it was.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    from spexis.engine import v2_drafter
+
+    class Again:
+        def __init__(self, pool_context):
+            pass
+
+        def record(self, work):
+            work()
+            return work
+
+    runner, manager = stage.runner, stage.runner.cudagraph_manager
+    full = CUDAGraphMode.FULL
+    descriptors = [BatchExecutionDescriptor(full, n, n, uniform_token_count=1) for n in GRAPH_SIZES]
+    mixed = BatchExecutionDescriptor(full, 16, MAX_ROWS)
+    manager._capture_descs = {full: [mixed, *reversed(descriptors)]}
+    stage.begin(3)
+    first = runner.first_stage
+    before = [t[: runner.num_slots].clone() for t in (first.position, first.token, first.planned)]
+    with (
+        patch.object(v2_drafter, "CudaGraphRecorder", Again),
+        patch.object(v2_drafter, "graph_capture", lambda device: nullcontext()),
+        patch.object(torch.accelerator, "get_memory_info", lambda: (0, 0)),
+        torch.inference_mode(),
+    ):
+        runner.model_state.capture_inner_cudagraphs(
+            runner.input_buffers, runner.block_tables, runner.attn_groups, runner.kv_cache_config
+        )
+    for mine, theirs in zip((first.position, first.token, first.planned), before, strict=True):
+        assert torch.equal(mine[: runner.num_slots], theirs)
+    manager._capture_descs = {}
+    graphs = manager.spexis_draft_graphs
+    return {"captured": [n for n in range(1, 100) if n in graphs]}
 
 
 def emulate_graphs(stage: Stage) -> None:
@@ -91,9 +133,6 @@ def emulate_graphs(stage: Stage) -> None:
         emulated = isinstance(getattr(manager, "spexis_draft_graphs", None), Emulated)
         return batch.num_reqs if emulated and batch.num_tokens == batch.num_reqs else None
 
-    shape = MAX_ROWS, runner.model.config.hidden_size
-    names = ("hidden_states", "residual")
-    manager.intermediate_tensors = {name: torch.zeros(shape) for name in names}
     manager.spexis_draft_graphs = Emulated()
     runner._graph_size = graph_size
 
@@ -243,6 +282,11 @@ def main() -> None:
         note_order(stage)
         steps = 24 if on_gpu else 6
         if not on_gpu:
+            shape = MAX_ROWS, stage.runner.model.config.hidden_size
+            names = ("hidden_states", "residual")
+            output = {name: torch.zeros(shape) for name in names}
+            stage.runner.cudagraph_manager.intermediate_tensors = output
+            capture = check_capture(stage)
             emulate_graphs(stage)
         result = {"rules eager": check_rules(stage, 5, steps, eager=True)}
         if not args.states:
@@ -254,9 +298,11 @@ def main() -> None:
         result["rules"] = check_rules(stage, 5, steps, eager=False)
         if not args.states:
             result["head"] = check_head(stage, drafter, steps, tolerance, eager=False)
-        if on_gpu:
-            captured = stage.runner.cudagraph_manager.spexis_draft_graphs
-            result["captured"] = [n for n in range(1, 100) if n in captured]
+        if not on_gpu:
+            result.update(capture)
+        else:
+            graphs = stage.runner.cudagraph_manager.spexis_draft_graphs
+            result["captured"] = [n for n in range(1, 100) if n in graphs]
             result["no sync"] = [check_no_sync(stage, n, 16) for n in (8, 3)]
         result["memory"] = memory(stage)
         Path(args.out).write_text(json.dumps(result))
