@@ -127,6 +127,10 @@ class SpexisConfig:
     """Write one JSON line per scheduler step to this file."""
     timeline_log: str | None = None
     """Write the begin and end of each step on each stage to files with this prefix."""
+    fixed_transfer: bool = True
+    """V2 runner: stages send tensors whose shapes both ends know, without describing them."""
+    draft_graphs: bool = False
+    """CUDA: the drafter runs as a CUDA graph on decode batches that vLLM runs as one."""
 
     @classmethod
     def from_dict(cls, block: Any, path: str = CONFIG_KEY) -> SpexisConfig:
@@ -149,6 +153,8 @@ class SpexisConfig:
             "steps_in_flight": self.steps_in_flight,
             "iteration_log": self.iteration_log,
             "timeline_log": self.timeline_log,
+            "fixed_transfer": self.fixed_transfer,
+            "draft_graphs": self.draft_graphs,
         }
 
 
@@ -172,6 +178,12 @@ def _whole(value: Any, path: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     raise ConfigError(f"{path} is {value!r}: allowed is a whole number, 0 or more")
+
+
+def _yes_or_no(value: Any, path: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"{path} is {value!r}: allowed are true and false")
 
 
 def _share(value: Any, path: str) -> float:
@@ -228,6 +240,8 @@ _FIELDS: dict[str, _Check] = {
     "steps_in_flight": _whole_or_null,
     "iteration_log": _text_or_null,
     "timeline_log": _text_or_null,
+    "fixed_transfer": _yes_or_no,
+    "draft_graphs": _yes_or_no,
 }
 
 

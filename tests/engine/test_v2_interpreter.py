@@ -143,11 +143,13 @@ def test_three_stages_with_an_oracle(world: World):
     ("stages", "acceptance", "steps"), [(2, None, 3), (3, 1.0, 4), (4, 0.0, 4), (4, 0.5, 5)]
 )
 def test_other_pipelines(world: World, stages: int, acceptance: float | None, steps: int):
-    """No drafts at all, always right, always wrong, and four stages."""
+    """No drafts at all, always right, always wrong, and four stages; vLLM's own transfer."""
     drafter = {"method": "none"}
     if acceptance is not None:
         drafter = {"method": "oracle", "reference": world.oracle(), "acceptance": acceptance}
-    spexis = json.dumps({"drafter": drafter, "steps_in_flight": steps})
+    # Without drafts the data goes from stage to stage as vLLM sends it.
+    block = {"drafter": drafter, "steps_in_flight": steps, "fixed_transfer": acceptance is not None}
+    spexis = json.dumps(block)
     options = ["--stages", str(stages), "--blocks", "11", "--abort", "--spexis", spexis]
     run = world.run(f"stages{stages}-{acceptance}", *options)
     assert different(run, world.stock(v2=True)) == []

@@ -34,6 +34,8 @@ def test_public_options_are_frozen():
         "steps_in_flight",
         "iteration_log",
         "timeline_log",
+        "fixed_transfer",
+        "draft_graphs",
     ]
     assert [f.name for f in dataclasses.fields(PlacementConfig)] == [
         "layers",
@@ -61,6 +63,7 @@ def test_public_options_are_frozen():
         {"placement": {"layers": [16, 14]}},
         {"placement": {"profile": "p.json", "rows": 64, "drafter_seconds": 0.001}},
         {"placement": None},
+        {"fixed_transfer": False, "draft_graphs": True},
     ],
 )
 def test_round_trip_is_json_and_stable(block):
@@ -101,6 +104,8 @@ def test_round_trip_is_json_and_stable(block):
         ({"steps_in_flight": "2"}, ["steps_in_flight is '2'", "whole number"]),
         ({"steps_in_flight": True}, ["steps_in_flight is True"]),
         ({"iteration_log": 1}, ["iteration_log is 1"]),
+        ({"draft_graphs": "on"}, ["draft_graphs is 'on'", "true and false"]),
+        ({"fixed_transfer": 1}, ["fixed_transfer is 1"]),
         ({1: 2}, ["spexis.1"]),
     ],
 )

@@ -36,6 +36,7 @@ class Drafter:
     version = "0"
     state_size = 0  # hidden size of the final states wanted with verdicts, 0 for none
     lossless = True
+    capturable = False  # whether propose() may be captured in a CUDA graph
 
     def bind(self, slot: int) -> None:
         """A new or resumed request took this slot."""

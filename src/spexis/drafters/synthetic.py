@@ -9,11 +9,13 @@ import torch
 
 from spexis.config import DrafterConfig
 from spexis.drafters.base import Drafter, DraftRows
+from spexis.engine import kernels
 
 
 class SyntheticDrafter(Drafter):
     name = "synthetic"
     lossless = False
+    capturable = True
 
     def __init__(self, config: DrafterConfig, runner):
         self.set_acceptance(config.acceptance)
@@ -27,17 +29,10 @@ class SyntheticDrafter(Drafter):
         self.acceptance = acceptance
         self.version = f"synthetic-{acceptance}"
 
-    def _guess(
-        self,
-        draft_positions: torch.Tensor,  # [R]
-        tokens: torch.Tensor,  # [R]
-    ) -> torch.Tensor:
-        # Knuth's multiplicative hash; 63 bits so that int64 products stay positive enough.
-        mixed = (draft_positions * 2654435761 + tokens * 40503 + self.seed) & 0x7FFFFFFF
-        return (mixed * 69069 + 1) % self.vocab_size
-
     def propose(self, rows: DraftRows) -> torch.Tensor:
-        return self._guess(rows.draft_positions, rows.tokens)
+        return kernels.hashed_tokens(
+            rows.draft_positions, rows.tokens, self.seed, self.vocab_size, None, 1.0
+        )
 
     def overrule(
         self,
@@ -45,6 +40,7 @@ class SyntheticDrafter(Drafter):
         tokens: torch.Tensor,  # [R] as the first stage sent them
     ) -> torch.Tensor:
         """The tokens that the last stage returns in place of its samples, [R] int64."""
-        guess = self._guess(draft_positions, tokens)
-        hit = torch.rand(guess.shape, generator=self.generator, device=guess.device)
-        return torch.where(hit < self.acceptance, guess, (guess + 1) % self.vocab_size)
+        drawn = torch.rand(tokens.shape, generator=self.generator, device=tokens.device)
+        return kernels.hashed_tokens(
+            draft_positions, tokens, self.seed, self.vocab_size, drawn, self.acceptance
+        )

@@ -20,24 +20,24 @@ were. Run: tests/engine/test_v2_interpreter.py.
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.sequence import IntermediateTensors
-from vllm.utils.mem_utils import DeviceMemoryProfiler, format_gib
+from vllm.utils.mem_utils import DeviceMemoryProfiler
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from spexis.config import SpexisConfig
-from spexis.drafters.base import DraftRows, load_drafter
+from spexis.drafters.base import load_drafter
+from spexis.engine import kernels
+from spexis.engine.transfer import ROWS, FixedTransfer, Schema, agree
+from spexis.engine.v2_drafter import DrafterMixin
 from spexis.engine.v2_handler import VerdictHandler
 from spexis.engine.verdict import FirstStage, LastStage
 from spexis.guards import check_sources
 
 logger = init_logger("vllm.spexis.runner_v2")
 
-SENT_POSITIONS, SENT_TOKENS = "spexis_positions", "spexis_tokens"  # travel with hidden states
 
-
-class SpexisV2Mixin:
+class SpexisV2Mixin(DrafterMixin):
     """Mixed in before vLLM's V2 model runner class by engine/worker.py."""
 
     # ------------------------------------------------------------------ set-up
@@ -51,10 +51,10 @@ class SpexisV2Mixin:
         self.num_ready = 0  # steps whose output the scheduler had when it planned this one
         self.num_steps = 0  # non-empty ones of the scheduler's, which numbers them alike
         self.step = 0  # number of this one; 0 in vLLM's warm-up, so that verdicts are due at once
-        self.sent: tuple[torch.Tensor, torch.Tensor] | None = None  # positions [R], tokens [R]
         self.received: IntermediateTensors | None = None
         self.stage_output: IntermediateTensors | None = None
         self.prompts: dict[str, list[int]] = {}
+        self.transfer: FixedTransfer | None = None
         self._share_request_states()
         if self.spexis_config.timeline_log:
             logger.warning("spexis.timeline_log is recorded by the V1 (CPU) runner only")
@@ -72,6 +72,7 @@ class SpexisV2Mixin:
         stage.position = torch.zeros(slots + 1, dtype=torch.int32, device=self.device)
         states.num_computed_tokens.gpu = stage.position[:slots]
         states.last_sampled_tokens = stage.token[:slots].unsqueeze(1)
+        self.init_drafter_rows()
 
     def load_model(self, *args, **kwargs) -> None:
         super().load_model(*args, **kwargs)
@@ -80,10 +81,32 @@ class SpexisV2Mixin:
         state_size = self.spexis_drafter.state_size if self.spexis_drafter else 0
         if self.pp.is_first_rank:
             self.model_memory_usage += memory.consumed_memory
-            logger.info("Drafter takes %s GiB of memory", format_gib(memory.consumed_memory))
+            self.drafter_bytes["weights"] = memory.consumed_memory
+            self.plan_draft_graphs()
         # Middle stages hold no drafter but take part in the broadcast.
         state_size = self._agree_on_state_size(state_size)
         VerdictHandler.adopt(self.pp_handler, self.num_slots, state_size, self.model_config.dtype)
+        self._set_up_transfer()
+
+    def _set_up_transfer(self) -> None:
+        """All stages get here or none, since they have one configuration."""
+        tensor_parallel = self.parallel_config.tensor_parallel_size > 1
+        if not self.spexis_config.fixed_transfer or tensor_parallel or self.num_stages == 1:
+            return
+        try:
+            schema = Schema.of_model(self.model, self.model_config.dtype)
+        except ValueError as err:
+            schema = None
+            logger.warning("Stages describe each step's data, as vLLM does: %s", err)
+        if agree(self.pp, schema):
+            buffers = None if self.pp.is_first_rank else self.intermediate_tensors.tensors
+            self.transfer = FixedTransfer.install(self.pp, schema, buffers, self.device)
+
+    def expect_transfer(self, scheduler_output) -> None:
+        """The worker is about to receive this step's data."""
+        if self.transfer is not None:
+            rows = scheduler_output.num_scheduled_tokens
+            self.transfer.expect(scheduler_output.total_num_scheduled_tokens, len(rows))
 
     def _agree_on_state_size(self, state_size: int) -> int:
         return int(self.pp.broadcast_object(state_size, src=0))
@@ -114,17 +137,17 @@ class SpexisV2Mixin:
         handler = self.pp_handler
         for due in handler.take_due(self.num_calls, self.num_stages, self.num_ready):
             plan, alive = due.plan, handler.alive(due.plan)
-            self.first_stage.apply_verdict(plan.slots, plan.positions, due.tokens, alive)
+            verdict = plan.slots, plan.positions, due.tokens, alive
+            kernels.apply_verdict(self.first_stage, *verdict)
             if due.states is not None:
-                positions = plan.positions.to(torch.int64)
-                self.spexis_drafter.observe(plan.slots, positions, due.tokens, alive, due.states)
+                self.spexis_drafter.observe(*verdict, due.states)
 
     # ---------------------------------------------------------------- hot path
     @torch.inference_mode()
     def execute_model(
         self, scheduler_output, intermediate_tensors=None, dummy_run=False, *args, **kwargs
     ):
-        self.sent = self.stage_output = None
+        self.sent = self.stage_output = self.batch_desc = None
         self.received = intermediate_tensors
         if not dummy_run:
             self._count(scheduler_output)
@@ -136,15 +159,11 @@ class SpexisV2Mixin:
         self.stage_output = output
         if dummy_run:
             return output
-        positions, tokens = self.sent
-        return IntermediateTensors(
-            {**output.tensors, SENT_POSITIONS: positions, SENT_TOKENS: tokens}
-        )
+        return IntermediateTensors({**output.tensors, ROWS: self.sent})
 
-    def _received_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions [R] and tokens [R] that came along; waits for them, so call it late."""
-        tensors = self.received.tensors
-        return tensors[SENT_POSITIONS], tensors[SENT_TOKENS]
+    def _received_rows(self) -> torch.Tensor:
+        """[2, R] positions and tokens that came along; waits for them, so call it late."""
+        return self.received.tensors[ROWS]
 
     def _count(self, scheduler_output) -> None:
         self.num_calls += 1
@@ -155,7 +174,8 @@ class SpexisV2Mixin:
         self.num_steps += 1
         self.step, self.num_ready = self.num_steps, num_ready
 
-    def prepare_inputs(self, scheduler_output, batch_req_state, *args, **kwargs):
+    def prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, *args, **kwargs):
+        self.batch_desc = batch_desc
         if not (self.pp.is_first_rank or self.pp.is_last_rank):
             # A middle stage learns of restarts from the rows themselves.
             self.sent = self._received_rows()
@@ -163,53 +183,20 @@ class SpexisV2Mixin:
                 batch_req_state.idx_mapping_np, device=self.device, dtype=torch.int64
             )
             self.req_states.num_computed_tokens.gpu.index_copy_(0, slots, self.sent[0])
-        batch = super().prepare_inputs(scheduler_output, batch_req_state, *args, **kwargs)
+        batch = super().prepare_inputs(
+            scheduler_output, batch_req_state, batch_desc, *args, **kwargs
+        )
         if self.pp.is_first_rank:
-            slots = batch.idx_mapping
-            self.sent = self.first_stage.position[slots], self.first_stage.token[slots]
+            self._begin_rows(batch)
         return batch
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output):
         if self.pp.is_first_rank and self.execute_model_state is not None:
             batch = self.execute_model_state.input_batch
-            positions = batch.seq_lens[: batch.num_reqs].clone()  # of the guesses; int32
-            guesses = self._draft(positions)
-            # Rows inside a prompt advance by their chunk; their guess is never looked at.
-            everyone = self.pp_handler.all_rows[: batch.num_reqs]
-            self.first_stage.propose(batch.idx_mapping, positions, guesses, everyone)
-            self.pp_handler.make_plan(batch, self.num_calls, self.step, positions)
+            self._draft_and_advance()
+            self.pp_handler.make_plan(batch, self.num_calls, self.step, self.guess_positions)
         return super().sample_tokens(grammar_output)
-
-    def _draft(
-        self,
-        positions: torch.Tensor,  # [R]
-    ) -> torch.Tensor:
-        """A guess for every row, [R] int64, from the output that this step's forward left."""
-        state, output = self.execute_model_state, self.stage_output
-        batch = state.input_batch
-        start, tokens = self.sent
-        rows = DraftRows(
-            req_ids=batch.req_ids,
-            slots=batch.idx_mapping,
-            hidden_states=output["hidden_states"],
-            residual=output["residual"],
-            token_positions=batch.positions,
-            last=batch.logits_indices,
-            start=start.to(torch.int64),
-            tokens=tokens,
-            draft_positions=positions.to(torch.int64),
-            is_prefill=start < self.req_states.prefill_len.gpu[batch.idx_mapping],
-            has_prefill=batch.has_prefill,
-        )
-        with set_forward_context(
-            state.attn_metadata,
-            self.vllm_config,
-            num_tokens=batch.num_tokens_after_padding,
-            slot_mapping=state.slot_mappings_by_layer,
-            is_padding=batch.is_padding,
-        ):
-            return self.spexis_drafter.propose(rows)
 
     def postprocess_num_computed_tokens(self, input_batch) -> None:
         """Called on earlier stages, whose positions come from propose() or with the rows."""
@@ -218,18 +205,20 @@ class SpexisV2Mixin:
         output, num_sampled, num_rejected = super().sample(
             hidden_states, input_batch, grammar_output
         )
-        positions, tokens = self._received_rows()
-        slots, states = input_batch.idx_mapping, self.req_states
-        is_prefill = states.num_computed_tokens.gpu[slots] < states.prefill_len.gpu[slots]
-        samples = num_sampled > 0
-        good = self.last_stage.judge(slots, positions, tokens, is_prefill, samples)
-        discarded = samples & ~good
-        # In place: output holds the same tensors. vLLM's post_update then plays rule 2 (expect).
-        num_sampled.masked_fill_(discarded, 0)
-        num_rejected.masked_fill_(discarded, 1)
+        sent = self._received_rows()
         if not self.spexis_drafter.lossless:
-            ends = input_batch.seq_lens[: input_batch.num_reqs].to(torch.int64)
-            output.sampled_token_ids[:, 0] = self.spexis_drafter.overrule(ends, tokens)
+            ends = input_batch.seq_lens[: input_batch.num_reqs]
+            output.sampled_token_ids[:, 0] = self.spexis_drafter.overrule(ends, sent[1])
+        # In place: output holds the same tensors. vLLM's post_update then plays rule 2 (expect).
+        self.pp_handler.verdict = kernels.judge_rows(
+            self.last_stage,
+            input_batch.idx_mapping,
+            sent,
+            self.req_states.prefill_len.gpu,
+            output.sampled_token_ids,
+            num_sampled,
+            num_rejected,
+        )
         if self.pp_handler.state_size:
             self.pp_handler.states = hidden_states[input_batch.logits_indices]
         return output, num_sampled, num_rejected
@@ -240,9 +229,7 @@ class SpexisV2Mixin:
         """vLLM measures peak memory and warms up with dummy steps: the drafter takes part."""
         result = super()._dummy_run(*args, **kwargs)
         if self.pp.is_first_rank and self.stage_output is not None:
-            batch = self.execute_model_state.input_batch
-            slots = batch.idx_mapping
-            self.sent = self.first_stage.position[slots], self.first_stage.token[slots]
-            self._draft(batch.seq_lens[: batch.num_reqs])
+            self._begin_rows(self.execute_model_state.input_batch)
+            self._draft()
             self.stage_output = None  # or it would outlive the measurement
         return result

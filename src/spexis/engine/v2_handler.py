@@ -23,7 +23,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pp_utils import PPHandler, compute_need_sampled_mask
 
-from spexis.engine.verdict import NO_TOKEN, Plan, is_due
+from spexis.engine.verdict import Plan, is_due
 
 
 @dataclass(slots=True)
@@ -49,21 +49,22 @@ class VerdictHandler(PPHandler):
         handler.state_size, handler.state_dtype = state_size, state_dtype
         handler.pending = deque()
         handler.all_rows = torch.ones(num_slots, dtype=torch.bool, device=handler.device)
-        handler.states = None  # [R, H] set by the last stage before broadcast()
+        handler.verdict = None  # [R] int64, set by the last stage before broadcast()
+        handler.states = None  # [R, H] likewise
         handler.plan = None  # set by the first stage before receive()
         return handler
 
     # -------------------------------------------------------------- last stage
     def broadcast(
         self,
-        sampled_token_ids: torch.Tensor,  # [R, 1] int64
-        num_sampled: torch.Tensor,  # [R] int32, 0 on discarded rows
-        num_rejected: torch.Tensor,  # [R] unused here
+        sampled_token_ids: torch.Tensor,  # [R, 1], [R] and [R]: the verdict has what is needed
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
         input_batch: InputBatch,
     ) -> None:
         if compute_need_sampled_mask(input_batch) is None:
             return
-        messages = [torch.where(num_sampled > 0, sampled_token_ids[:, 0], NO_TOKEN)]
+        messages = [self.verdict]
         if self.state_size:
             messages.append(self.states.to(self.state_dtype).contiguous())
         with torch.cuda.stream(self.broadcast_stream):

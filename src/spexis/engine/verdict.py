@@ -116,7 +116,7 @@ class FirstStage:
     ) -> None:
         """The drafter's guesses become the next rows of their slots."""
         s = torch.where(samples, slots, self.dummy_slot)
-        self.position[s] = positions
+        self.position[s] = positions.to(self.position.dtype)  # V2 counts in int32
         self.token[s] = guesses
         self.planned[s, positions % self.num_remembered] = guesses
 
@@ -131,7 +131,7 @@ class FirstStage:
         column = positions % self.num_remembered
         wrong = alive & (tokens != NO_TOKEN) & (self.planned[slots, column] != tokens)
         s = torch.where(wrong, slots, self.dummy_slot)
-        self.position[s] = positions
+        self.position[s] = positions.to(self.position.dtype)  # V2 counts in int32
         self.token[s] = tokens
         self.planned[s, column] = tokens
         return wrong
@@ -166,6 +166,6 @@ class LastStage:
     ) -> torch.Tensor:
         """Rule 2. Returns the verdict, [R]: the sampled token, or NO_TOKEN."""
         s = torch.where(good, slots, self.dummy_slot)
-        self.position[s] = positions
+        self.position[s] = positions.to(self.position.dtype)  # V2 counts in int32
         self.token[s] = tokens
         return torch.where(good, tokens, NO_TOKEN)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CUDA worker with Spexis' model runner in place (CPU: worker_cpu.py).
 
-Also what both workers share: which runner mixin, and an end to a worker whose step failed.
+Invariant: a worker differs from vLLM's in its runner, in telling it the sizes of a step before vLLM
+receives that step's data (transfer.py), and in that it ends where a step of it failed.
 """
 
 import functools
@@ -45,15 +46,21 @@ def _ends_on_error(method):
     return step
 
 
-def end_on_error(worker_class: type) -> type:
-    """Class decorator: both calls of a step are guarded by _ends_on_error."""
-    for name in ("execute_model", "sample_tokens"):
-        setattr(worker_class, name, _ends_on_error(getattr(worker_class, name)))
-    return worker_class
+class StageWorker:
+    """Mixed in before vLLM's worker class."""
+
+    @_ends_on_error
+    def execute_model(self, scheduler_output):
+        if self.use_v2_model_runner:
+            self.model_runner.expect_transfer(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    @_ends_on_error
+    def sample_tokens(self, grammar_output):
+        return super().sample_tokens(grammar_output)
 
 
-@end_on_error
-class SpexisWorker(Worker):
+class SpexisWorker(StageWorker, Worker):
     def init_device(self) -> None:
         end_with_parent()
         super().init_device()

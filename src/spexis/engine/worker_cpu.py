@@ -13,11 +13,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from spexis.engine.lifeline import end_with_parent
 from spexis.engine.timeline import STOCK_TIMELINE_ENV, Timeline
-from spexis.engine.worker import end_on_error, with_spexis
+from spexis.engine.worker import StageWorker, with_spexis
 
 
-@end_on_error
-class SpexisCPUWorker(CPUWorker):
+class SpexisCPUWorker(StageWorker, CPUWorker):
     def init_device(self) -> None:
         end_with_parent()
         super().init_device()

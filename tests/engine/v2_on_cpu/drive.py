@@ -2,11 +2,12 @@
 """One engine run of the V2 tests, in a process of its own (the environment must precede it).
 
     python drive.py MODEL OUT.json [--stages N] [--spexis JSON] [--blocks B] [--abort]
-                                  [--tensor T] [--greedy]
+                                  [--tensor T] [--greedy] [--no-grammar] [--gpu [--graphs]]
 
 Pushes a fixed mix of requests through an engine in this process and writes each one's tokens,
 and what the scheduler counted. A small --blocks makes the scheduler preempt requests, --abort
-aborts two requests while their rows are in flight, --greedy leaves out what is drawn.
+aborts two requests while their rows are in flight, --greedy leaves out what is drawn. --gpu is
+for tests/gpu: a back end that takes float32, and with --graphs full CUDA graphs of decode batches.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> dict:
         tensor_parallel_size=args.tensor,
         distributed_executor_backend="mp" if args.stages * args.tensor > 1 else None,
         additional_config={"spexis": json.loads(args.spexis)} if args.spexis else {},
-        enforce_eager=True,
+        enforce_eager=not args.graphs,
         dtype="float32",
         block_size=32,
         max_model_len=128,
@@ -87,10 +88,12 @@ def run(args: argparse.Namespace) -> dict:
         enable_prefix_caching=True,
         disable_log_stats=True,
         seed=0,
+        **(gpu_options(args) if args.gpu else {}),
     )
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
-    wanted = {k: v for k, v in requests().items() if not (args.greedy and k in DRAWN)}
+    left_out = (DRAWN if args.greedy else set()) | ({"structured"} if args.no_grammar else set())
+    wanted = {k: v for k, v in requests().items() if k not in left_out}
     waiting = sorted(wanted.items(), key=lambda item: item[1][2])
     texts: dict[str, dict[int, dict]] = {}  # by request and index of the answer
     aborted: set[str] = set()
@@ -117,6 +120,17 @@ def run(args: argparse.Namespace) -> dict:
     }
     engine.engine_core.shutdown()
     return result
+
+
+def gpu_options(args: argparse.Namespace) -> dict:
+    options = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3}
+    if args.graphs:
+        options["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8],
+        }
+    return options
 
 
 def answer(output, num_cached: int | None) -> dict:
@@ -146,6 +160,9 @@ def main() -> None:
     parser.add_argument("--abort", action="store_true")
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--greedy", action="store_true")
+    parser.add_argument("--no-grammar", action="store_true")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--graphs", action="store_true")
     args = parser.parse_args()
     result = run(args)
     with open(args.out, "w") as file:

@@ -27,7 +27,8 @@ from spexis.config import DrafterConfig
 from spexis.drafters import resolve_exit_folder
 from spexis.drafters.base import Drafter, DraftRows
 from spexis.drafters.exit.config import ExitConfig
-from spexis.engine.verdict import NO_POSITION, NO_TOKEN
+from spexis.engine.kernels import keep_states
+from spexis.engine.verdict import NO_POSITION
 
 STATE_LAGS = (1, 2)  # a final state helps if it is that of the token one or two back
 
@@ -106,6 +107,7 @@ class _AttentionLayer(nn.Module):
 
 class EngineExitDrafter(nn.Module, Drafter):
     name = "exit"
+    capturable = True
 
     @classmethod
     def load(cls, config: DrafterConfig, runner) -> "EngineExitDrafter":
@@ -212,7 +214,5 @@ class EngineExitDrafter(nn.Module, Drafter):
             self.state_positions[slot] = NO_POSITION
 
     def observe(self, slots, positions, tokens, alive, states) -> None:
-        use = alive & (tokens != NO_TOKEN)
-        s = torch.where(use, slots, self.states.shape[0] - 1)
-        self.states[s] = states.to(self.states.dtype)
-        self.state_positions[s] = positions - 1  # of the row that this is the state of
+        kept = self.states, self.state_positions
+        keep_states(slots, positions, tokens, alive, states, *kept)
