@@ -24,6 +24,7 @@ def run(*command: str) -> str:
     env = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_USE_V2_MODEL_RUNNER": "1",

@@ -62,6 +62,9 @@ def drive(args: list[str], v2: bool, out: Path) -> dict:
     env = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
+        # With tensor parallelism vLLM compiles its embedding's mask, and Inductor would ask the
+        # stand-in Triton back end what device it is for.
+        "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
