@@ -40,7 +40,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("states", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_checks_of_one_stage(tmp_path, states: bool):
     out = tmp_path / "out.json"
     run(str(TESTS / "gpu" / "stage_checks.py"), str(out), *(["--states"] if states else []))
@@ -58,6 +58,7 @@ def test_checks_of_one_stage(tmp_path, states: bool):
     assert memory["drafter"]["kv_cache"] == pytest.approx((1 << 30) / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_stage_step_benchmark():
     options = ["--model", "tiny", "--batches", "1", "3", "--steps", "2", "--rounds", "2"]
     text = run("-m", "spexis.bench.stage_step", *options, "--context", "16", "--draft-vocab", "99")

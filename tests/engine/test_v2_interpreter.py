@@ -126,6 +126,7 @@ def test_two_stages_with_an_exit_drafter(world: World):
     assert counters["discarded_rows"] > 0
 
 
+@pytest.mark.slow
 def test_three_stages_with_an_oracle(world: World):
     """A middle stage, which learns positions from the rows; a shared prefix is found again."""
     drafter = {"method": "oracle", "reference": world.oracle(), "acceptance": 0.6}
