@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The soak in short: `spexis serve` at PP=2 under clients that come, stop and go, then a kill.
 
-One server does everything: 60 requests against few blocks, one request that needs all of them,
+One server does everything: 72 requests against few blocks, one request that needs all of them,
 then a worker is killed (-9) under load. `make soak` is the long form, with every kind of kill.
 """
 
@@ -16,7 +16,8 @@ WANT = {"token_ids": [5, 6, 7], "text": "abc", "finish_reason": "stop", "stop_re
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory) -> tuple[soak.Soak, soak.Kill]:
     model = soak.prepare("tiny", tmp_path_factory.mktemp("served"))
-    requests = soak.make_requests(60, 0, model.vocab_size, model.decoder())
+    requests = soak.crowd(model.vocab_size)
+    requests += soak.make_requests(60, 0, model.vocab_size, model.decoder())
     requests.append(soak.full_request(model.vocab_size))
     wanted = soak.reference(model.path, requests, timeout=300)
     with Server(soak.server_arguments(model.path, model.drafter)) as server:

@@ -82,6 +82,20 @@ def make_requests(number: int, seed: int, vocab_size: int, decode) -> list[Reque
     return requests
 
 
+def crowd(vocab_size: int) -> list[Request]:
+    """Come together and in the end need three times the blocks there are: some are preempted.
+
+    Without them a fast server may be done with each request before the next ones press on it.
+    """
+    r = Random(2)
+    return [
+        Request(
+            [r.randrange(3, vocab_size) for _ in range(60)], {"max_tokens": 200, "ignore_eos": True}
+        )
+        for _ in range(12)
+    ]
+
+
 def full_request(vocab_size: int) -> Request:
     """Needs every block there is, so it cannot end if one is lost."""
     r = Random(1)
@@ -357,7 +371,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, model: Model) -> dict:
-    requests = make_requests(options.requests, options.seed, model.vocab_size, model.decoder())
+    requests = crowd(model.vocab_size)[: options.requests]
+    rest = options.requests - len(requests)
+    requests += make_requests(rest, options.seed, model.vocab_size, model.decoder())
     requests.append(full_request(model.vocab_size))
     wanted = reference(model.path, requests, options.timeout)
     arguments = server_arguments(model.path, model.drafter)
