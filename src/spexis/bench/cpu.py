@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from spexis.bench import engines
+from spexis.bench import engines, machine
 from spexis.bench.engines import EngineSpec
 from spexis.bench.live import Generated, LiveEngine
 from spexis.bench.prompts import chat_token_ids, load_prompts
@@ -272,8 +272,12 @@ def _save(path: str, result: dict, demo: dict, random: dict | None, args) -> Non
     record = {
         **result,
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["spexis", *sys.argv[1:]]),
-        "machine": {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.platform()},
+        "command": machine.command(),
+        "machine": {
+            "cpu": machine.cpu_name(),
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+        },
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "settings": vars(args),
         "demo": demo,
@@ -281,13 +285,6 @@ def _save(path: str, result: dict, demo: dict, random: dict | None, args) -> Non
     }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -89,16 +89,8 @@ def llm_arguments(spec: DecodeSpec) -> dict[str, Any]:
 
 def environment(spec: DecodeSpec, base: dict[str, str]) -> dict[str, str]:
     """Environment of the engine's process, from the one of this process."""
-    env = dict(base)
-    for name in (PARTITION_ENV, "VLLM_CPU_OMP_THREADS_BIND", "VLLM_PLUGINS", "NCCL_P2P_DISABLE"):
-        env.pop(name, None)
-    env |= {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    source = str(Path(__file__).resolve().parents[2])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [source, base.get("PYTHONPATH")]))
+    env = engines.base_environment(base)
+    env.pop("NCCL_P2P_DISABLE", None)
     if spec.drafter is None and spec.split is not None:  # else by spexis.placement
         env[PARTITION_ENV] = ",".join(map(str, spec.split))
     if not spec.p2p:

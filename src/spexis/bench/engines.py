@@ -238,21 +238,29 @@ def kill_on_signals(numbers=(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) -> N
 # -- inside the child ------------------------------------------------------------------------------
 
 
+def base_environment(base: dict[str, str]) -> dict[str, str]:
+    """For the process of any engine: without what would place or switch it, with our source."""
+    env = {
+        **base,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    source = str(Path(__file__).resolve().parents[2])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [source, base.get("PYTHONPATH")]))
+    for name in ("VLLM_PP_LAYER_PARTITION", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_PLUGINS"):
+        env.pop(name, None)
+    return env
+
+
 def _environment(spec: EngineSpec) -> dict[str, str]:
     env = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
+        **base_environment(dict(os.environ)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
         # vLLM compiles small helpers (ranks of logprobs, masks of TP): seconds, and a C++ compiler.
         "TORCHDYNAMO_DISABLE": "1",
     }
-    source = str(Path(__file__).resolve().parents[2])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    for name in ("VLLM_PP_LAYER_PARTITION", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_PLUGINS"):
-        env.pop(name, None)
     if spec.drafter is None:  # else the plugin does it
         workers = spec.stages * spec.tensor
         cores = sorted(os.sched_getaffinity(0))

@@ -25,7 +25,7 @@ _QUERY = "name,memory.total,driver_version,clocks.max.sm,power.limit"
 def hardware() -> dict[str, Any]:
     gpus = _nvidia_smi(f"--query-gpu={_QUERY}", "--format=csv,noheader").splitlines()
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
         "gpus": [dict(zip(_QUERY.split(","), line.split(", "), strict=False)) for line in gpus],
@@ -76,7 +76,7 @@ def _nvidia_smi(*arguments: str) -> str:
     return run.stdout.strip() if run.returncode == 0 else ""
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
