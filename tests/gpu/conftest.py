@@ -46,7 +46,7 @@ def run():
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_USE_V2_MODEL_RUNNER": "1",
             **environment,
-            "PYTHONPATH": str(SRC),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")])),
         }
         for name in ("VLLM_PP_LAYER_PARTITION", "TRITON_INTERPRET"):
             env.pop(name, None)
