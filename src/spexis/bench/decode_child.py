@@ -65,8 +65,13 @@ class Child:
             "cudagraph_capture_sizes": list(compilation.cudagraph_capture_sizes or []),
         }
 
-    def decode(self, *, rows: int, context: int, tokens: int, warm: int) -> dict:
-        """One measurement (see above); {"skipped": why} where the memory does not suffice."""
+    def decode(
+        self, *, rows: int, context: int, tokens: int, warm: int, trace: str | None = None
+    ) -> dict:
+        """One measurement (see above); {"skipped": why} where the memory does not suffice.
+
+        trace: folder for traces of the window, one a rank; recording slows the hosts down.
+        """
         budget = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
         groups = arrivals(rows, self.stages, max(1, (budget - rows) // context))
         max_tokens = warm + tokens + 2 * len(groups) + 8
@@ -101,9 +106,14 @@ class Child:
                 if total - events[0][1] >= tokens * rows or max(counts.values()) >= max_tokens:
                     break
             elif len(counts) == rows and min(counts.values()) >= warm:
+                if trace:
+                    self.llm.collective_rpc("bench_trace_start")
+                    now = time.monotonic()
                 events.append((now, total))
                 before = self._counters()
         after = self._counters()
+        if trace:
+            self.llm.collective_rpc("bench_trace_stop", args=(trace,))
         self.engine.abort_request(ids)
         self._drain()
         seconds, made = events[-1][0] - events[0][0], events[-1][1] - events[0][1]

@@ -121,7 +121,7 @@ class Stage:
             tokens = self._answer(num_reqs)
             states = None if self._states is None else self._states[:num_reqs].clone()
             event = handler.broadcast_stream.record_event()
-        handler.pending.append(PendingVerdict(handler.plan, event, tokens, states))
+        handler.pending.append(PendingVerdict(handler.plan, num_reqs, event, tokens, states))
         return True
 
     def _receive_tokens(self, input_batch) -> bool:

@@ -51,6 +51,24 @@ class BenchWorker:
         guess_rows = SimpleNamespace(draft_positions=numbers, tokens=numbers)
         return _seconds(lambda: drafter.propose(guess_rows), repeats, runner.device)
 
+    def bench_trace_start(self) -> None:
+        """From now on this rank's kernels and launches are recorded."""
+        from torch.profiler import ProfilerActivity, profile
+
+        on_gpu = self.model_runner.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        self.bench_profiler = profile(activities=activities)
+        self.bench_profiler.start()
+
+    def bench_trace_stop(self, folder: str) -> str:
+        """Writes the Chrome trace of this rank into the folder. Its times are those of the
+        host's clock, so ranks' traces can be laid beside each other."""
+        profiler, self.bench_profiler = self.bench_profiler, None
+        profiler.stop()
+        path = f"{folder}/rank-{torch.distributed.get_rank()}.json.gz"
+        profiler.export_chrome_trace(path)
+        return path
+
     def bench_watch_host(self) -> None:
         """From now on adds up this thread's own CPU time in the runner's calls."""
         runner = self.model_runner

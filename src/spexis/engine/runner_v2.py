@@ -168,7 +168,9 @@ class SpexisV2Mixin(DrafterMixin):
     def _count(self, scheduler_output) -> None:
         self.num_calls += 1
         num_ready = getattr(scheduler_output, "spexis_num_verdicts", None)
-        if num_ready is None:  # an empty step, or vLLM's warm-up
+        # An empty step, or vLLM's warm-up: nobody knows when the next one comes.
+        self.pp_handler.expect_steps(more=num_ready is not None)
+        if num_ready is None:
             self.step = 0
             return
         self.num_steps += 1

@@ -6,10 +6,15 @@ a side stream of its own, and counts a generation per slot. Spexis keeps that tr
 one tensor instead of two (plus the final states, where the drafter asks for them), and decides
 itself when a verdict is applied.
 
+A receive on CUDA is a kernel that waits on the device, and while it waits it keeps a
+multiprocessor from the model. So a stage posts the receive of a verdict only behind the last
+step that it runs before that verdict can arrive, not behind the step that it belongs to.
+
 Invariants: a verdict never travels on the pipeline's own device group, where opposite
 directions could wait for each other in a circle; which steps send one is decided from host
 data that all stages share (compute_need_sampled_mask), so sends and receives always pair up;
-verdicts are applied in step order, each once.
+verdicts are applied in step order, each once; when the pipeline runs empty every receive has
+been posted, so that no stage waits in a send.
 """
 
 from collections import deque
@@ -30,10 +35,11 @@ from spexis.engine.verdict import Plan, is_due
 class PendingVerdict:
     """A step's plan with its verdict, which is on its way to the first stage."""
 
-    plan: Plan
-    event: torch.cuda.Event  # recorded once the tensors below are filled
-    tokens: torch.Tensor  # [R] int64, true token or NO_TOKEN
-    states: torch.Tensor | None  # [R, H]
+    plan: Plan | None  # None on middle stages, which only take part in the broadcast
+    num_rows: int
+    event: torch.cuda.Event | None = None  # recorded once the tensors below are filled
+    tokens: torch.Tensor | None = None  # [R] int64, true token or NO_TOKEN; None: not posted
+    states: torch.Tensor | None = None  # [R, H]
 
 
 class VerdictHandler(PPHandler):
@@ -45,9 +51,14 @@ class VerdictHandler(PPHandler):
     ) -> "VerdictHandler":
         """state_size: hidden size of the final states sent along, 0 for none."""
         handler.__class__ = cls
-        handler.is_first_rank = get_pp_group().is_first_rank
+        group = get_pp_group()
+        handler.is_first_rank = group.is_first_rank
         handler.state_size, handler.state_dtype = state_size, state_dtype
         handler.pending = deque()
+        # Steps that this stage runs between a step and the arrival of that step's verdict.
+        handler.steps_between = group.world_size - 1 - group.rank_in_group
+        handler.num_left = 0  # how many of the latest steps' receives to leave unposted
+        handler.unposted = deque()  # of the latest steps; None for one without a verdict
         handler.all_rows = torch.ones(num_slots, dtype=torch.bool, device=handler.device)
         handler.verdict = None  # [R] int64, set by the last stage before broadcast()
         handler.states = None  # [R, H] likewise
@@ -76,29 +87,46 @@ class VerdictHandler(PPHandler):
 
     # ------------------------------------------------------------ other stages
     def receive(self, input_batch: InputBatch) -> bool:
-        """Posts the receive of this step's verdict; middle stages only take part in it.
+        """Notes that this step has a verdict, and posts the receives that are near.
 
         Returns whether all rows continue with a token of this step (for vLLM's caller).
         """
         needed = compute_need_sampled_mask(input_batch)
-        if needed is None:
-            return False
-        num_reqs, states = input_batch.num_reqs, None
+        verdict = None
+        if needed is not None:
+            verdict = PendingVerdict(self.plan, input_batch.num_reqs)
+            if self.is_first_rank:
+                self.pending.append(verdict)
+        self.unposted.append(verdict)
+        self._post(self.num_left)
+        return needed is not None and bool(needed.all())
+
+    def expect_steps(self, more: bool) -> None:
+        """Called before each step. more: others follow; else nothing is left unposted."""
+        self.num_left = self.steps_between if more else 0
+        if not more:
+            self._post(0)
+
+    def _post(self, leave: int) -> None:
+        """Posts the receives of all but the latest steps, behind what is launched by now."""
+        while len(self.unposted) > leave:
+            verdict = self.unposted.popleft()
+            if verdict is not None:
+                self._receive(verdict)
+
+    def _receive(self, verdict: PendingVerdict) -> None:
         with torch.cuda.stream(self.broadcast_stream):
             self.broadcast_stream.wait_stream(self.main_stream)
-            tokens = torch.empty(num_reqs, dtype=torch.int64, device=self.device)
+            tokens = torch.empty(verdict.num_rows, dtype=torch.int64, device=self.device)
             dist.broadcast(tokens, src=self.last_rank, group=self.broadcast_group)
             tokens.record_stream(self.main_stream)
             if self.state_size:
-                states = torch.empty(
-                    num_reqs, self.state_size, dtype=self.state_dtype, device=self.device
-                )
+                shape = verdict.num_rows, self.state_size
+                states = torch.empty(shape, dtype=self.state_dtype, device=self.device)
                 dist.broadcast(states, src=self.last_rank, group=self.broadcast_group)
                 states.record_stream(self.main_stream)
-            event = self.broadcast_stream.record_event()
-        if self.is_first_rank:
-            self.pending.append(PendingVerdict(self.plan, event, tokens, states))
-        return bool(needed.all())
+                verdict.states = states
+            verdict.tokens, verdict.event = tokens, self.broadcast_stream.record_event()
 
     # ------------------------------------------------------------- first stage
     def make_plan(
@@ -117,6 +145,8 @@ class VerdictHandler(PPHandler):
         """The verdicts to apply before this call runs (rule 6), oldest first, once filled."""
         while self.pending and is_due(self.pending[0].plan, call, num_stages, num_ready):
             pending = self.pending.popleft()
+            while pending.tokens is None:  # due early, because steps came with a pause
+                self._post(len(self.unposted) - 1)
             if pending.event is not None:  # the CPU stand-in for streams records none
                 self.main_stream.wait_event(pending.event)
             yield pending
