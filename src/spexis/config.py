@@ -129,7 +129,7 @@ class SpexisConfig:
     """Write the begin and end of each step on each stage to files with this prefix."""
     fixed_transfer: bool = True
     """V2 runner: stages send tensors whose shapes both ends know, without describing them."""
-    draft_graphs: bool = False
+    draft_graphs: bool = True
     """CUDA: the drafter runs as a CUDA graph on decode batches that vLLM runs as one."""
 
     @classmethod

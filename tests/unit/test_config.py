@@ -63,7 +63,7 @@ def test_public_options_are_frozen():
         {"placement": {"layers": [16, 14]}},
         {"placement": {"profile": "p.json", "rows": 64, "drafter_seconds": 0.001}},
         {"placement": None},
-        {"fixed_transfer": False, "draft_graphs": True},
+        {"fixed_transfer": False, "draft_graphs": False},
     ],
 )
 def test_round_trip_is_json_and_stable(block):

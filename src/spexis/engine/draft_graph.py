@@ -5,9 +5,10 @@
     graphs.record(num_rows, prepare)          while vLLM captures its own graphs
     graphs.replay(num_rows)                   in place of draft(num_rows) on such a batch
 
-Switched on by `draft_graphs`; off by default until it has been measured on a GPU. A graph holds
-norm, bridge, attention layers, head, the choice of the token and the advance of position, token
-and planned tokens (one kernel): some thirty launches for a drafter of two layers.
+Switched off by `draft_graphs: false`; tensor parallel stages draft eagerly, since there it has not
+run on GPUs yet. A graph holds norm, bridge, attention layers, head, the choice of the token and the
+advance of position, token and planned tokens (one kernel): some thirty launches for a drafter of
+two layers, which cost the host some 3 ms a step otherwise (docs/performance.md).
 
 Why a graph of its own, and not keys in the stage's: vLLM's full graph ends when its outputs are
 in persistent buffers, and these are sent at once; with the drafter inside, the next stage would

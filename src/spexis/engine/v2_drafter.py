@@ -126,7 +126,7 @@ class DrafterMixin:
     # ----------------------------------------------------------------- capture
     def plan_draft_graphs(self) -> None:
         """Joins vLLM's capture, at the place that it leaves for graphs of its model states."""
-        if not self.spexis_config.draft_graphs:
+        if not self.spexis_config.draft_graphs or self.parallel_config.tensor_parallel_size > 1:
             return
         if not self.spexis_drafter.capturable:
             logger.info("Drafter %s cannot be captured; it runs eagerly", self.spexis_drafter.name)
@@ -143,7 +143,7 @@ class DrafterMixin:
         manager = self.cudagraph_manager
         sizes = decode_sizes(manager._capture_descs.get(CUDAGraphMode.FULL, ()))
         if not sizes or manager.intermediate_tensors is None:
-            logger.warning("draft_graphs: no full decode graphs to join; the drafter runs eagerly")
+            logger.info("No full decode graphs for the drafter's to join; it runs eagerly")
             return
 
         @contextmanager
