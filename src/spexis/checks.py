@@ -86,13 +86,18 @@ def _check_parallel(config: Any) -> None:
         ("data_parallel_size", "--data-parallel-size"),
         ("decode_context_parallel_size", "--decode-context-parallel-size"),
         ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
-        ("nnodes", "--nnodes"),
     ):
         if getattr(parallel, field, 1) > 1:
             refuse(
                 f"{field} {getattr(parallel, field)} is not tested",
                 f"remove {flag} or the spexis block",
             )
+    nodes, stages = parallel.nnodes, parallel.pipeline_parallel_size
+    if stages % nodes:
+        refuse(
+            f"{stages} stages on {nodes} nodes would put one stage on two nodes",
+            f"pass --pipeline-parallel-size {nodes}, or a multiple of it",
+        )
     if parallel.distributed_executor_backend != "mp":
         refuse(
             f"distributed_executor_backend {_name(parallel.distributed_executor_backend)} is not "

@@ -198,7 +198,11 @@ def fake_config(*, model=None, text=None, parallel=None, **changes):
         "hf_text_config": hf_text,
         "get_sliding_window": lambda: getattr(hf_text, "sliding_window", None),
     }
-    parallel_defaults = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    parallel_defaults = {
+        "pipeline_parallel_size": 2,
+        "nnodes": 1,
+        "distributed_executor_backend": "mp",
+    }
     defaults = {
         "model_config": SimpleNamespace(**{**model_defaults, **(model or {})}),
         "parallel_config": SimpleNamespace(**{**parallel_defaults, **(parallel or {})}),
@@ -241,7 +245,7 @@ def test_refused_by_flags(change, words):
         ({"parallel": {"data_parallel_size": 2}}, ["--data-parallel-size"]),
         ({"parallel": {"decode_context_parallel_size": 2}}, ["--decode-context-parallel-size"]),
         ({"parallel": {"prefill_context_parallel_size": 2}}, ["--prefill-context-parallel-size"]),
-        ({"parallel": {"nnodes": 2}}, ["--nnodes"]),
+        ({"parallel": {"nnodes": 3}}, ["2 stages on 3 nodes", "--pipeline-parallel-size 3"]),
         ({"parallel": {"distributed_executor_backend": "ray"}}, ["ray", "mp"]),
         ({"speculative_config": object()}, ["its own speculative_config"]),
         ({"lora_config": object()}, ["LoRA"]),

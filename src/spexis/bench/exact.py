@@ -60,7 +60,12 @@ CRAMPED = {  # chunks of 64 tokens, preemptions, priorities
     "max_num_seqs": 16,
     "scheduling_policy": "priority",
 }
-DEMO = {"max_model_len": 1024, "max_num_seqs": 64}
+DEMO = {
+    "max_model_len": 1024,
+    "max_num_seqs": 64,
+    "block_size": 32,
+    "num_gpu_blocks_override": 1024,
+}
 
 
 class Exact:
@@ -168,7 +173,7 @@ class Exact:
         _set_gaps(stock["prompts"])
         reference = write_oracle_file(self.folder / "demo.jsonl", stock)
         by_acceptance = [
-            Work(name=f"prompts p={p}", rows=rows, oracle={"reference": reference, "acceptance": p})
+            Work(name=f"prompts p={p}", rows=rows, prepare={"drafter": oracle(reference, p)})
             for p in ACCEPTANCES
         ]
         drafter = shipped_drafter(model)

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -277,8 +278,16 @@ class Kill:
         return self.errors == self.clients and self.error_seconds < ERROR_WITHIN and not self.left
 
 
-def kill_under_load(server: Server, victim: str, vocab_size: int, clients: int = 8) -> Kill:
-    """Kills one process while clients stream, and watches what becomes of the others."""
+def kill_under_load(
+    server: Server,
+    victim: str,
+    vocab_size: int,
+    clients: int = 8,
+    strike: Callable[[], None] | None = None,
+) -> Kill:
+    """Kills one process while clients stream, and watches what becomes of the others.
+
+    strike: does the harm itself, where it is no process of this server's."""
     r = Random(2)
     requests = [
         Request(
@@ -297,11 +306,14 @@ def kill_under_load(server: Server, victim: str, vocab_size: int, clients: int =
             if metrics["vllm:generation_tokens_total"] > started_with + 3 * clients:
                 break
             await asyncio.sleep(0.1)
+        killed = time.monotonic()
+        if strike is not None:
+            strike()
+            return
         part = VICTIMS[victim]
         found = server.find(part) if part else [None]
         if len(found) != 1:
             raise RuntimeError(f"{victim}: {len(found)} processes match {part}: {server.seen}")
-        killed = time.monotonic()
         server.send(signal.SIGKILL, found[0])
 
     async def everything():

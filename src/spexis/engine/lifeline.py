@@ -39,6 +39,35 @@ def end_with_parent(grace: float = 5.0) -> None:
 def _watch(parent_pid: int, grace: float) -> None:
     while os.getppid() == parent_pid:
         time.sleep(POLL_SECONDS)
+    end_process(grace)
+
+
+def end_with_workers(grace: float = 5.0) -> None:
+    """Ends the engine core a while after one of its workers has died, if it still runs then.
+
+    For stages on several nodes: vLLM 0.32 notices the death, but waits for the reply of a rank on
+    another node without looking at that notice, until its timeout of minutes."""
+    if multiprocessing.parent_process() is not None:
+        threading.Thread(
+            target=_watch_workers, args=(grace,), daemon=True, name="SpexisWorkers"
+        ).start()
+
+
+def _watch_workers(grace: float) -> None:
+    known: set[int] = set()
+    while True:
+        children = multiprocessing.active_children()
+        alive = {child.pid for child in children if child.name.startswith("VllmWorker")}
+        if known - alive:
+            break
+        known |= alive
+        time.sleep(POLL_SECONDS)
+    time.sleep(grace)
+    end_process(grace)
+
+
+def end_process(grace: float = 5.0) -> None:
+    """Ends this process, in order if it can within so many seconds. Call it from a thread."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace)
     os.kill(os.getpid(), signal.SIGKILL)

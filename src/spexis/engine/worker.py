@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
 from spexis.engine.lifeline import end_with_parent
+from spexis.engine.nodes import watch_nodes
 
 logger = init_logger("vllm.spexis.worker")
 
@@ -49,6 +50,10 @@ def _ends_on_error(method):
 class StageWorker:
     """Mixed in before vLLM's worker class."""
 
+    def watch_other_nodes(self) -> None:
+        if self.parallel_config.nnodes > 1:
+            watch_nodes()
+
     @_ends_on_error
     def execute_model(self, scheduler_output):
         if self.use_v2_model_runner:
@@ -64,6 +69,7 @@ class SpexisWorker(StageWorker, Worker):
     def init_device(self) -> None:
         end_with_parent()
         super().init_device()
+        self.watch_other_nodes()
 
     def _make_model_runner(self):
         runner = super()._make_model_runner()

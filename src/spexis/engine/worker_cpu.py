@@ -23,6 +23,7 @@ class SpexisCPUWorker(StageWorker, CPUWorker):
         runner = self.model_runner
         runner.__class__ = with_spexis(type(runner), self.use_v2_model_runner)
         runner.init_spexis()
+        self.watch_other_nodes()
 
 
 class StockCPUWorker(CPUWorker):

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker ends when another node is silent, and only then. Peers are threads on one store."""
+
+import threading
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = torch.distributed
+
+from spexis.engine.nodes import PeerWatch  # noqa: E402
+
+SILENCE, BEAT = 1.0, 0.05
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Watched:
+    """One rank's watch, and what it said."""
+
+    def __init__(self, store, rank: int, world_size: int = 2):
+        self.said: list[str] = []
+        self.done = threading.Event()
+        self.watch = PeerWatch(store.clone(), rank, world_size, SILENCE, self._say, beat=BEAT)
+        self.watch.start()
+
+    def _say(self, why: str) -> None:
+        self.said.append(why)
+        self.done.set()
+
+
+def count_for(store, rank: int, seconds: float) -> None:
+    """A peer that is alive for so long."""
+    mine, end, count = store.clone(), time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        count += 1
+        mine.set(f"alive/{rank}", str(count))
+        time.sleep(BEAT)
+
+
+def test_living_peers_are_left_alone(store):
+    ranks = [Watched(store, rank) for rank in range(2)]
+    time.sleep(3 * SILENCE)
+    assert [rank.said for rank in ranks] == [[], []]
+    assert all(rank.watch.heard for rank in ranks)
+
+
+def test_a_silent_peer_is_noticed(store):
+    mine = Watched(store, 0)
+    count_for(store, 1, 0.5)
+    assert mine.done.wait(timeout=20 * SILENCE)
+    assert mine.said == ["Rank 1 was not heard of for 1 s"]
+
+
+def test_a_peer_that_never_came_is_waited_for(store):
+    mine = Watched(store, 0)
+    time.sleep(3 * SILENCE)
+    assert mine.said == []
+    count_for(store, 1, 0.3)
+    assert mine.done.wait(timeout=20 * SILENCE)
+
+
+def test_a_store_that_is_gone_is_noticed(store):
+    class Gone:
+        def set(self, key, value):
+            raise dist.DistNetworkError("Connection reset by peer\nmore lines")
+
+    said: list[str] = []
+    done = threading.Event()
+    watch = PeerWatch(Gone(), 1, 2, SILENCE, lambda why: (said.append(why), done.set()), BEAT)
+    watch.start()
+    assert done.wait(timeout=10)
+    assert said == ["The store on the first node is gone (Connection reset by peer)"]
