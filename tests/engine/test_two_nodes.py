@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One stage a node: two network namespaces of one machine, joined by a cable that can be pulled.
 
-    python -m pytest tests/engine/test_two_nodes.py             # needs root and `ip`
-    python -m pytest tests/engine/test_two_nodes.py --run-slow  # also pulls the cable
+    python -m pytest tests/engine/test_two_nodes.py --run-slow      # needs root and `ip`
 
 The commands are those of docs/multi-node.md: `spexis serve` on both, vLLM's multi-node `mp`
 executor between them. Node 1 is this namespace, node 2 a new one.
@@ -132,6 +131,7 @@ def model(tmp_path):
     return soak.prepare("tiny", tmp_path)
 
 
+@pytest.mark.slow
 def test_answers_are_stock_vllms_and_a_lost_stage_is_an_error(cable, model, tmp_path):
     requests = soak.make_requests(30, 0, model.vocab_size, model.decoder())
     wanted = soak.reference(model.path, requests, timeout=300)

@@ -14,9 +14,12 @@ Invariant: does nothing in a process that multiprocessing did not start (an engi
 user's own process must outlive the user's shell).
 """
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -42,7 +45,7 @@ def _watch(parent_pid: int, grace: float) -> None:
     end_process(grace)
 
 
-def end_with_workers(grace: float = 5.0) -> None:
+def end_with_workers(grace: float = 2.0) -> None:
     """Ends the engine core a while after one of its workers has died, if it still runs then.
 
     For stages on several nodes: vLLM 0.32 notices the death, but waits for the reply of a rank on
@@ -68,6 +71,16 @@ def _watch_workers(grace: float) -> None:
 
 def end_process(grace: float = 5.0) -> None:
     """Ends this process, in order if it can within so many seconds. Call it from a thread."""
+    end_by(grace)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(grace)
+    time.sleep(grace + 1)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_by(seconds: float) -> None:
+    """This process is gone by then, and says on stderr where it hung if it has to be forced.
+
+    Also while the interpreter shuts down, where Python's threads stand still: a timer of C does it.
+    """
+    with contextlib.suppress(Exception):  # no stderr to write to
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)

@@ -38,7 +38,7 @@ def watch_nodes(silence: float = SILENCE) -> None:
 
 def _end(why: str) -> None:
     logger.error("%s: ending this worker", why)
-    end_process()
+    end_process(grace=2.0)
 
 
 class PeerWatch:

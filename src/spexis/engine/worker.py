@@ -11,7 +11,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
-from spexis.engine.lifeline import end_with_parent
+from spexis.engine.lifeline import end_by, end_with_parent
 from spexis.engine.nodes import watch_nodes
 
 logger = init_logger("vllm.spexis.worker")
@@ -42,6 +42,7 @@ def _ends_on_error(method):
             if get_pp_group().is_last_rank and get_tp_group().is_first_rank:
                 raise
             logger.exception("A step failed on this stage: ending the worker")
+            end_by(10.0)  # an orderly end may wait for peers
             raise SystemExit(1) from None
 
     return step
