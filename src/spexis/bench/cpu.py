@@ -220,7 +220,7 @@ def _random_model(folder: str) -> str:
         num_hidden_layers=30,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=64,  # vLLM's CPU attention has no 72; the layers' weights are as many as with 9 x 64
+        head_dim=64,  # vLLM's CPU attention has no 72
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
