@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is the text with speculative parallelism that of stock vLLM at PP=1, token for token?
 
-    python -m spexis.bench.exact                          # make exact: about 1,100 cases
+    python -m spexis.bench.exact                          # make exact: about 1,300 cases
     python -m spexis.bench.exact --parts scenarios        # one part of it
     python -m spexis.bench.exact --parts law,bfloat16     # rows per token; ties in bfloat16
 
@@ -373,7 +373,7 @@ def main(argv: list[str] | None = None) -> int:
     has_data = args.data.is_file()
     if "prompts" in args.parts and not has_data:
         print(f"exact: no Spec-Bench file at {args.data}: give --data PATH", file=sys.stderr)
-    print("exact: about 30 minutes in full on two idle cores", file=sys.stderr)
+    print("exact: about an hour in full on two cores", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="spexis-exact-") as folder:
         exact = Exact(args, Path(folder))
         for part in args.parts:
