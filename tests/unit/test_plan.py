@@ -23,19 +23,20 @@ def rate(options, mode, **match):
 @pytest.mark.parametrize(
     ("hardware", "mode", "batch", "measured"),
     [
-        ("h200", "tp", 64, 2730),
-        ("h200", "tp", 128, 4653),
-        ("h200-no-p2p", "tp", 64, 1919),
-        ("h200-no-p2p", "tp", 128, 3058),
-        ("h200", "pp", 64, 1550),
-        ("h200", "pp", 128, 2803),
-        ("h200", "sp", 64, 2115),
-        ("h200", "sp", 128, 3638),
+        ("h200", "tp", 64, 2742),
+        ("h200", "tp", 128, 4870),
+        ("h200-no-p2p", "tp", 64, 1908),
+        ("h200-no-p2p", "tp", 128, 3098),
+        ("h200", "pp", 64, 1663),
+        ("h200", "pp", 128, 3148),
+        ("h200", "sp", 64, 2613),
+        ("h200", "sp", 128, 4430),
     ],
 )
 def test_two_h200s_as_measured(hardware, mode, batch, measured):
+    """benchmarks/results/gpu2-l70-2026-11-29-b.json"""
     options = plan(HARDWARE[hardware], MODELS["llama-70b"], 2, batch, context=1, replicas=[1])
-    assert rate(options, mode) == pytest.approx(measured, rel=0.06)
+    assert rate(options, mode) == pytest.approx(measured, rel=0.07)
 
 
 def test_published_winners():

@@ -112,10 +112,10 @@ STACKS = {
     "vllm-0.32": Stack(
         name="vllm-0.32",
         tensor=0.0003,
-        pipeline=0.0014,
-        speculative=0.0048,
-        source="two H200s, Llama-70B dimensions: PP2 20.6 ms at 32 rows, a first version of SP "
-        "24.9 ms at 64 rows where the bare stage takes 20.1; TP2's is in its all-reduce",
+        pipeline=0.0001,
+        speculative=0.0002,
+        source="two H200s, Llama-70B dimensions (docs/performance.md): PP2 19.2 ms at 32 rows, SP "
+        "20.2 and 23.8 ms at 64 and 128 rows; TP2's is in its all-reduce",
     ),
     "published": Stack(
         name="published",
