@@ -3,7 +3,7 @@
 
 The requests are those of tests/engine/test_v2_interpreter.py (chunked prompts, penalties, seeds,
 a grammar, preemption, aborts), in float32 so that ties do not swap; the model is tiny, so this
-says nothing about speed. Every run has vLLM's own check for waits on the device switched on.
+says nothing about speed. The last test has vLLM's own check for waits on the device switched on.
 """
 
 import json

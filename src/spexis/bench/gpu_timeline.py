@@ -28,7 +28,8 @@ from pathlib import Path
 ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 COLOURS = {"model": "#4c72b0", "hidden states": "#dd8452", "verdict": "#c44e52"}
 SHOWN_STEPS = 3
-JOIN_US = 20.0  # a pause between two launches of a CUDA graph is no idling
+# Pauses between launches of a CUDA graph are no idling; final states follow on a verdict's tokens.
+JOIN_US = {"model": 20.0, "verdict": 100.0, "hidden states": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def read_spans(path: Path) -> list[Span]:
             continue
         start, end = event["ts"], event["ts"] + event["dur"]
         mine = spans[kind]
-        if kind == "model" and mine and start - mine[-1].end < JOIN_US:
+        if mine and start - mine[-1].end < JOIN_US[kind]:
             mine[-1] = Span(kind, mine[-1].start, max(end, mine[-1].end))
         else:
             mine.append(Span(kind, start, end))
@@ -152,8 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.traces} holds no rank-*.json.gz", file=sys.stderr)
         return 1
     ranks = [read_spans(path) for path in paths]
+    found = [summary(spans) for spans in ranks]
     draw(ranks, args.output, args.title)
-    print(json.dumps({"name": "gpu-timeline", "ms": [summary(spans) for spans in ranks]}))
+    print(json.dumps({"name": "gpu-timeline", "ms": found}))
     return 0
 
 

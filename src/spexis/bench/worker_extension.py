@@ -64,6 +64,8 @@ class BenchWorker:
         """Writes the Chrome trace of this rank into the folder. Its times are those of the
         host's clock, so ranks' traces can be laid beside each other."""
         profiler, self.bench_profiler = self.bench_profiler, None
+        if hasattr(self, "_post_receives"):  # stop() waits for the device
+            self._post_receives()
         profiler.stop()
         path = f"{folder}/rank-{torch.distributed.get_rank()}.json.gz"
         profiler.export_chrome_trace(path)

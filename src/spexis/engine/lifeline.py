@@ -8,7 +8,7 @@ native call (a stage's receive spins on shared memory, Gloo waits for a peer) ne
 them, and an engine core whose API server was killed waits for requests for ever. Both stay as
 orphans that hold memory and cores. Here a thread asks twice a second who the parent is (native
 calls release the interpreter lock), then sends this process SIGTERM, so that it can end in
-order, and SIGKILL after a grace period.
+order, and forces it after a grace period.
 
 Invariant: does nothing in a process that multiprocessing did not start (an engine inside the
 user's own process must outlive the user's shell).
@@ -66,7 +66,9 @@ def _watch_workers(grace: float) -> None:
         known |= alive
         time.sleep(POLL_SECONDS)
     time.sleep(grace)
-    end_process(grace)
+    # vLLM's engine core puts the default handler back before it ends its workers in order.
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        end_process(grace)
 
 
 def end_process(grace: float = 5.0) -> None:

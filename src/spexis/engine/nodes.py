@@ -10,7 +10,8 @@ that torch.distributed keeps on the first node, over a connection of its own, an
 counts. One that stands still for SILENCE seconds, or a store that is gone, ends this worker; vLLM's
 executor notices that and gives every request an error.
 
-Invariant: nobody is given up who was never heard of (loading takes as long as it takes).
+Invariant: nobody is given up who was never heard of, nor for the time that this process stood still
+itself; until the first step, while models load and compile, silence may last LOADING seconds.
 """
 
 import logging
@@ -22,18 +23,23 @@ from spexis.engine.lifeline import end_process
 
 logger = logging.getLogger("vllm.spexis.nodes")
 
+LOADING = 300.0  # seconds; compilers and loaders may keep Python's lock for long
 SILENCE = 15.0  # seconds; a busy host may not get to its count for some of them
 BEAT = 1.0
 
 
-def watch_nodes(silence: float = SILENCE) -> None:
-    """Watches all ranks of the default process group from daemon threads."""
+def watch_nodes(silence: float = LOADING) -> "PeerWatch":
+    """Watches all ranks of the default process group from daemon threads.
+
+    `silence` of what it returns may be changed at any time."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("spexis_nodes", _get_default_store().clone())
-    PeerWatch(store, rank, world_size, silence, _end).start()
+    watch = PeerWatch(store, rank, world_size, silence, _end)
+    watch.start()
+    return watch
 
 
 def _end(why: str) -> None:
@@ -56,6 +62,7 @@ class PeerWatch:
         self.store, self.rank, self.silence, self.beat = store, rank, silence, beat
         self.keys = [f"alive/{peer}" for peer in range(world_size)]
         self.heard: dict[int, float] = {}  # peer -> when its count last changed
+        self.judge_from = 0.0  # not before: this process stood still itself
         self.failure: str | None = None
         self.on_silence = on_silence
 
@@ -77,13 +84,18 @@ class PeerWatch:
                             known[peer] = value
                             self.heard[peer] = time.monotonic()
                 time.sleep(self.beat)
-        except RuntimeError as error:  # what c10d raises for a connection that is gone
+        except Exception as error:  # c10d raises more than one kind for a connection that is gone
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             self.failure = f"The store on the first node is gone ({first_line})"
 
     def _watch(self) -> None:
+        last = time.monotonic()
         while (why := self.silent()) is None:
             time.sleep(self.beat / 2)
+            now = time.monotonic()
+            if now - last > 2 * self.beat:
+                self.judge_from = now + self.silence
+            last = now
         self.on_silence(why)
 
     def silent(self) -> str | None:
@@ -91,6 +103,8 @@ class PeerWatch:
         if self.failure is not None:
             return self.failure
         now = time.monotonic()
+        if now < self.judge_from:
+            return None
         for peer, heard in sorted(self.heard.items()):
             if now - heard > self.silence:
                 return f"Rank {peer} was not heard of for {self.silence:.0f} s"

@@ -44,6 +44,7 @@ class SpexisScheduler(AsyncScheduler):
         self.speculate = self.spexis_config.drafter.method != "none"
         self.num_steps = 0  # non-empty steps scheduled
         self.num_verdicts = 0  # non-empty steps whose output came back
+        self._owes_empty_step = False  # to workers that leave receives for later (v2_handler.py)
         self._last_row_call: dict[str, int] = {}  # schedule() call of each request's newest row
         self._chain_broken: set[str] = set()  # requests whose newest verdict was a discard
         self.counters = SpexisCounters(num_stages=self.num_stages)
@@ -51,8 +52,13 @@ class SpexisScheduler(AsyncScheduler):
         self._cache_only_verified_blocks()
 
     # ------------------------------------------------------------- scheduling
+    def has_finished_requests(self) -> bool:
+        """Keeps the engine core stepping once more, also where no request has ended (a pause)."""
+        return super().has_finished_requests() or self._owes_empty_step
+
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
+        self._owes_empty_step = bool(scheduler_output.num_scheduled_tokens)
         if not scheduler_output.num_scheduled_tokens:
             return
         self.num_steps += 1

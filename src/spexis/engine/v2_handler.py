@@ -7,14 +7,18 @@ one tensor instead of two (plus the final states, where the drafter asks for the
 itself when a verdict is applied.
 
 A receive on CUDA is a kernel that waits on the device, and while it waits it keeps a
-multiprocessor from the model. So a stage posts the receive of a verdict only behind the last
-step that it runs before that verdict can arrive, not behind the step that it belongs to.
+multiprocessor from the model. So with two stages the first one posts the receive of a verdict only
+behind the next step, which is the last that it runs before that verdict can arrive. With more
+stages receives are posted at once: a broadcast goes through the stages in a ring, so a stage that
+has posted waits for one that has not.
 
 Invariants: a verdict never travels on the pipeline's own device group, where opposite
 directions could wait for each other in a circle; which steps send one is decided from host
 data that all stages share (compute_need_sampled_mask), so sends and receives always pair up;
-verdicts are applied in step order, each once; when the pipeline runs empty every receive has
-been posted, so that no stage waits in a send.
+verdicts are applied in step order, each once; when the pipeline runs empty every receive is
+posted: the scheduler owes the workers an empty step then, and a worker posts before it
+synchronizes its device. (An engine inside the user's own process takes no such step when it idles.
+Its last stage has then sent into NCCL's buffer, and waits there if the states are larger.)
 """
 
 from collections import deque
@@ -55,8 +59,8 @@ class VerdictHandler(PPHandler):
         handler.is_first_rank = group.is_first_rank
         handler.state_size, handler.state_dtype = state_size, state_dtype
         handler.pending = deque()
-        # Steps that this stage runs between a step and the arrival of that step's verdict.
-        handler.steps_between = group.world_size - 1 - group.rank_in_group
+        # Steps that this stage runs between a step and the post of that step's receive.
+        handler.steps_between = 1 if group.world_size == 2 and group.is_first_rank else 0
         handler.num_left = 0  # how many of the latest steps' receives to leave unposted
         handler.unposted = deque()  # of the latest steps; None for one without a verdict
         handler.all_rows = torch.ones(num_slots, dtype=torch.bool, device=handler.device)
@@ -102,7 +106,8 @@ class VerdictHandler(PPHandler):
         return needed is not None and bool(needed.all())
 
     def expect_steps(self, more: bool) -> None:
-        """Called before each step. more: others follow; else nothing is left unposted."""
+        """Called before each step. more: it has rows, so that another follows (at least an empty
+        one); else nothing is left unposted."""
         self.num_left = self.steps_between if more else 0
         if not more:
             self._post(0)

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
 from spexis.engine.lifeline import end_by, end_with_parent
-from spexis.engine.nodes import watch_nodes
+from spexis.engine.nodes import SILENCE, watch_nodes
 
 logger = init_logger("vllm.spexis.worker")
 
@@ -51,15 +51,36 @@ def _ends_on_error(method):
 class StageWorker:
     """Mixed in before vLLM's worker class."""
 
+    peer_watch = None
+
     def watch_other_nodes(self) -> None:
         if self.parallel_config.nnodes > 1:
-            watch_nodes()
+            self.peer_watch = watch_nodes()
 
     @_ends_on_error
     def execute_model(self, scheduler_output):
+        if self.peer_watch is not None:
+            self.peer_watch.silence = SILENCE
         if self.use_v2_model_runner:
             self.model_runner.expect_transfer(scheduler_output)
         return super().execute_model(scheduler_output)
+
+    def _post_receives(self) -> None:
+        """A device that is waited for must not wait for a receive that nobody has posted."""
+        if self.use_v2_model_runner:
+            self.model_runner.pp_handler.expect_steps(more=False)
+
+    def synchronize_device(self) -> None:
+        self._post_receives()
+        super().synchronize_device()
+
+    def sleep(self, *args, **kwargs) -> None:
+        self._post_receives()
+        super().sleep(*args, **kwargs)
+
+    def profile(self, *args, **kwargs) -> None:
+        self._post_receives()
+        super().profile(*args, **kwargs)
 
     @_ends_on_error
     def sample_tokens(self, grammar_output):
