@@ -3,6 +3,7 @@
 
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 
@@ -16,17 +17,24 @@ SILENCE, BEAT = 2.0, 0.1
 
 @pytest.fixture
 def store():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for watched in Watched.all:
+        watched.watch.stop()
+    time.sleep(2 * BEAT)  # before the store goes
+    Watched.all.clear()
 
 
 class Watched:
     """One rank's watch, and what it said."""
+
+    all: ClassVar[list["Watched"]] = []
 
     def __init__(self, store, rank: int, world_size: int = 2):
         self.said: list[str] = []
         self.done = threading.Event()
         self.watch = PeerWatch(store.clone(), rank, world_size, SILENCE, self._say, beat=BEAT)
         self.watch.start()
+        self.all.append(self)
 
     def _say(self, why: str) -> None:
         self.said.append(why)

@@ -65,16 +65,20 @@ class PeerWatch:
         self.judge_from = 0.0  # not before: this process stood still itself
         self.failure: str | None = None
         self.on_silence = on_silence
+        self._stopped = threading.Event()
 
     def start(self) -> None:
         for target in (self._beat, self._watch):
             threading.Thread(target=target, daemon=True, name="SpexisNodes").start()
 
+    def stop(self) -> None:
+        self._stopped.set()
+
     def _beat(self) -> None:
         """Counts, and reads what others count. May block in the store: _watch() does not."""
         count, known = 0, {}
         try:
-            while True:
+            while not self._stopped.is_set():
                 count += 1
                 self.store.set(self.keys[self.rank], str(count))
                 if self.store.check(self.keys):
@@ -83,7 +87,7 @@ class PeerWatch:
                         if peer != self.rank and known.get(peer) != value:
                             known[peer] = value
                             self.heard[peer] = time.monotonic()
-                time.sleep(self.beat)
+                self._stopped.wait(self.beat)
         except Exception as error:  # c10d raises more than one kind for a connection that is gone
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             self.failure = f"The store on the first node is gone ({first_line})"
@@ -91,7 +95,8 @@ class PeerWatch:
     def _watch(self) -> None:
         last = time.monotonic()
         while (why := self.silent()) is None:
-            time.sleep(self.beat / 2)
+            if self._stopped.wait(self.beat / 2):
+                return
             now = time.monotonic()
             if now - last > 2 * self.beat:
                 self.judge_from = now + self.silence
