@@ -22,7 +22,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -277,7 +276,7 @@ def _save(path: str, result: dict, demo: dict, random: dict | None, args) -> Non
         "machine": {
             "cpu": machine.cpu_name(),
             "cores": os.cpu_count(),
-            "system": platform.platform(),
+            "system": machine.system(),
         },
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "settings": vars(args),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,10 +28,21 @@ def hardware() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
-        "system": platform.platform(),
+        "system": system(),
         "gpus": [dict(zip(_QUERY.split(","), line.split(", "), strict=False)) for line in gpus],
-        "topology": _nvidia_smi("topo", "-m") if len(gpus) > 1 else None,
+        "topology": _plain(_nvidia_smi("topo", "-m")) if len(gpus) > 1 else None,
     }
+
+
+def system() -> str:
+    """Operating system and kernel, without what a vendor adds to the kernel's name."""
+    release = ".".join(platform.release().split("-")[0].split(".")[:2])
+    return f"{platform.system()} {release} {platform.machine()}"
+
+
+def _plain(text: str) -> str:
+    """Without a terminal's colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def versions() -> dict[str, str]:

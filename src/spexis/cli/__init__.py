@@ -30,7 +30,8 @@ COMMANDS: dict[str, Command] = {
     "model": Command("spexis.cli.model:main", "make the demo model's folder"),
     "train exit": Command("spexis.training.train_exit:main", "train an exit drafter for a model"),
     "eval exit": Command(
-        "spexis.training.eval_exit:main", "accuracy by task and acceptance of one"
+        "spexis.training.eval_exit:main",
+        "an exit drafter's accuracy by task, and its acceptance in the engine",
     ),
     "bench": Command("spexis.bench.presets:main", "measure Spexis against stock vLLM"),
     "profile": Command(
