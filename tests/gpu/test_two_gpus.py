@@ -36,8 +36,8 @@ class World:
             self._run(DRIVE, model, str(out), "--gpu", *options, **environment)
         return json.loads(out.read_text())
 
-    def stock(self) -> dict:
-        return self.drive("stock")
+    def stock(self, *options: str) -> dict:
+        return self.drive(f"stock{''.join(options)}", *options)
 
     def spexis(self, name: str, block: dict, *options: str, **environment: str) -> dict:
         drafter = {"method": "exit", "model": str(self.folder / "drafter")}
@@ -79,6 +79,15 @@ def test_texts_equal_stock(world: World, fixed_transfer: bool, graphs: bool, dra
     counters = run["counters"]
     assert counters["preemptions"] > 0
     assert 0 < counters["accepted"] < counters["drafts"]
+
+
+def test_texts_equal_stock_at_vllms_default_modes(world: World):
+    """torch.compile, full and piecewise graphs; compiled kernels round in their own way, so stock
+    runs compiled, too."""
+    run = world.spexis("default", {}, "--default-modes", "--blocks", "11", "--abort")
+    assert different(run, world.stock("--default-modes")) == []
+    assert run["blocks_leaked"] == 0
+    assert 0 < run["counters"]["accepted"] < run["counters"]["drafts"]
 
 
 def test_no_stage_waits_for_the_device(world: World):

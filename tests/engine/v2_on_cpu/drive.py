@@ -2,12 +2,14 @@
 """One engine run of the V2 tests, in a process of its own (the environment must precede it).
 
     python drive.py MODEL OUT.json [--stages N] [--spexis JSON] [--blocks B] [--abort]
-                                  [--tensor T] [--greedy] [--no-grammar] [--gpu [--graphs]]
+                                  [--tensor T] [--greedy] [--no-grammar]
+                                  [--gpu [--graphs | --default-modes]]
 
 Pushes a fixed mix of requests through an engine in this process and writes each one's tokens,
 and what the scheduler counted. A small --blocks makes the scheduler preempt requests, --abort
 aborts two requests while their rows are in flight, --greedy leaves out what is drawn. --gpu is
-for tests/gpu: a back end that takes float32, and with --graphs full CUDA graphs of decode batches.
+for tests/gpu: a back end that takes float32, with --graphs full CUDA graphs of decode batches, with
+--default-modes vLLM's own choice (torch.compile, full and piecewise graphs).
 """
 
 import argparse
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> dict:
         tensor_parallel_size=args.tensor,
         distributed_executor_backend="mp" if args.stages * args.tensor > 1 else None,
         additional_config={"spexis": json.loads(args.spexis)} if args.spexis else {},
-        enforce_eager=not args.graphs,
+        enforce_eager=not (args.graphs or args.default_modes),
         dtype="float32",
         block_size=32,
         max_model_len=128,
@@ -124,7 +126,9 @@ def run(args: argparse.Namespace) -> dict:
 
 def gpu_options(args: argparse.Namespace) -> dict:
     options = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3}
-    if args.graphs:
+    if args.default_modes:
+        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+    elif args.graphs:
         options["compilation_config"] = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -163,6 +167,7 @@ def main() -> None:
     parser.add_argument("--no-grammar", action="store_true")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--default-modes", action="store_true")
     args = parser.parse_args()
     result = run(args)
     with open(args.out, "w") as file:
