@@ -53,6 +53,7 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
             "model_runner_output",
         ),
         "vllm.v1.core.sched.scheduler:Scheduler.make_stats": ("self", "spec_decoding_stats"),
+        "vllm.v1.core.sched.scheduler:Scheduler.has_finished_requests": ("self",),
         "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": ("self", "request"),
         "vllm.v1.core.sched.scheduler:Scheduler._free_request": ("self", "request"),
         "vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data": ("self",),
@@ -94,6 +95,9 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
             }.items()
         },
         "vllm.v1.worker.gpu_worker:Worker.execute_model": ("self", "scheduler_output"),
+        "vllm.v1.worker.gpu_worker:Worker.sleep": ("self",),
+        "vllm.v1.worker.gpu_worker:Worker.profile": ("self",),
+        "vllm.v1.worker.worker_base:WorkerBase.synchronize_device": ("self",),
         "vllm.distributed.parallel_state:GroupCoordinator.isend_tensor_dict": (
             "self",
             "tensor_dict",
