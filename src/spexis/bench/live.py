@@ -106,7 +106,7 @@ class LiveEngine:
         command = {
             "prompts": list(prompts),
             "max_tokens": max_tokens,
-            "streams": streams or len(prompts),
+            "streams": min(streams or len(prompts), len(prompts)),
             "ignore_eos": ignore_eos,
         }
         self._process.stdin.write(json.dumps(command) + "\n")
