@@ -17,7 +17,7 @@ import sys
 import pytest
 
 from spexis.bench import soak
-from spexis.bench.serving import SERVER_ENV, Server, family, free_port
+from spexis.bench.serving import Launched, Server, free_port
 from spexis.engine import nodes
 
 pytestmark = pytest.mark.engine
@@ -75,55 +75,30 @@ class TwoNodes:
             *soak.server_arguments(model.path, model.drafter),
             *("--nnodes", "2", "--master-addr", HERE, "--master-port", str(free_port())),
         ]
-        env = {**SERVER_ENV, "VLLM_HOST_IP": HERE, "GLOO_SOCKET_IFNAME": cable.here}
-        self.server = Server([*arguments, "--node-rank", "0"], env)
-        self.log = log
-        self.second = subprocess.Popen(
+        self.server = Server(
+            [*arguments, "--node-rank", "0"],
+            {"VLLM_HOST_IP": HERE, "GLOO_SOCKET_IFNAME": cable.here},
+        )
+        self.second = Launched(
             [
                 *("ip", "netns", "exec", cable.name, sys.executable, "-m", "spexis.cli", "serve"),
                 *(*arguments, "--node-rank", "1", "--headless"),
             ],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env={
-                **os.environ,
-                **SERVER_ENV,
-                "VLLM_HOST_IP": THERE,
-                "GLOO_SOCKET_IFNAME": cable.there,
-            },
+            log,
+            {"VLLM_HOST_IP": THERE, "GLOO_SOCKET_IFNAME": cable.there},
         )
-        self.seen = set()
 
     def __enter__(self) -> "TwoNodes":
         return self
 
     def __exit__(self, *exc) -> None:
-        self.look()
-        for process in self.left():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        self.second.wait()
+        self.second.__exit__()
         self.server.__exit__()
-
-    def look(self) -> None:
-        """Notes the second node's processes."""
-        self.seen |= family(self.second.pid)
-
-    def left(self) -> list:
-        self.second.poll()
-        return [process for process in self.seen if process.alive]
-
-    def wait_left(self, timeout: float) -> list:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.second.wait(timeout)
-        return self.left()
 
     def kill_stage(self) -> None:
         """Kills the worker on the second node, and nothing else."""
-        self.look()
-        (worker,) = [process for process in self.left() if "Worker" in process.name]
-        os.kill(worker.pid, signal.SIGKILL)
+        (worker,) = self.second.find("Worker")
+        self.second.send(signal.SIGKILL, worker)
 
 
 @pytest.fixture
@@ -140,7 +115,7 @@ def test_answers_are_stock_vllms_and_a_lost_stage_is_an_error(cable, model, tmp_
         try:
             two.server.wait_ready(240)
             found = soak.run_soak(two.server, requests, wanted, timeout=120, clients=16)
-            two.look()
+            two.second.look()
             kill = soak.kill_under_load(
                 two.server, "stage on the other node", model.vocab_size, strike=two.kill_stage
             )
@@ -151,7 +126,7 @@ def test_answers_are_stock_vllms_and_a_lost_stage_is_an_error(cable, model, tmp_
         assert kill.errors == kill.clients
         assert kill.error_seconds < soak.ERROR_WITHIN
         assert kill.left == []
-        assert two.wait_left(soak.GONE_WITHIN) == []
+        assert two.second.wait_gone(soak.GONE_WITHIN)[1] == []
 
 
 @pytest.mark.slow
@@ -161,9 +136,9 @@ def test_a_pulled_cable_is_an_error_on_both_ends(cable, model, tmp_path):
     with log_path.open("w") as log, TwoNodes(cable, model, log) as two:
         try:
             two.server.wait_ready(240)
-            two.look()
+            two.second.look()
             kill = soak.kill_under_load(two.server, "cable", model.vocab_size, strike=cable.pull)
-            left = two.wait_left(nodes.SILENCE + soak.GONE_WITHIN)
+            _, left = two.second.wait_gone(nodes.SILENCE + soak.GONE_WITHIN)
         finally:
             print(two.server.tail(60), log_path.read_text()[-6000:])
         assert kill.errors == kill.clients

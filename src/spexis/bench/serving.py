@@ -92,28 +92,22 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-# --------------------------------------------------------------------- server
-class Server:
-    """`spexis serve` with these arguments, in a process of its own."""
+class Launched:
+    """A command in a session of its own, and every process that it has started."""
 
-    def __init__(self, arguments: list[str], env: dict[str, str] | None = None):
-        self.port = free_port()
-        self.url = f"http://{HOST}:{self.port}"
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.seen: set[Process] = set()  # every process that the server started
+    def __init__(self, command: list[str], log, env: dict[str, str]):
+        """log: file for what it prints. env: in addition to this process's own."""
+        self.seen: set[Process] = set()
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "spexis.cli", "serve", *arguments),
-                *("--host", HOST, "--port", str(self.port)),
-            ],
-            stdout=self.log,
-            stderr=self.log,
-            env={**os.environ, **SERVER_ENV, **(env or {})},
+            command,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **SERVER_ENV, **env},
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
 
-    def __enter__(self) -> "Server":
+    def __enter__(self):
         return self
 
     def __exit__(self, *exc) -> None:
@@ -122,14 +116,13 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         self._process.wait()
-        self.log.close()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def look(self) -> set[Process]:
-        """Notes the processes that the server has now."""
+        """Notes the processes that there are now."""
         self.seen |= family(self.pid)
         return self.seen
 
@@ -146,6 +139,35 @@ class Server:
         self.look()
         os.kill(process.pid if process else self.pid, number)
 
+    def wait_gone(self, timeout: float) -> tuple[float, list[Process]]:
+        """Seconds until no process was left (or the timeout), and those still alive."""
+        begin = time.monotonic()
+        while True:
+            self.look()
+            left, passed = self.left(), time.monotonic() - begin
+            if not left or passed >= timeout:
+                return passed, left
+            time.sleep(0.25)
+
+
+# --------------------------------------------------------------------- server
+class Server(Launched):
+    """`spexis serve` with these arguments, in a process of its own."""
+
+    def __init__(self, arguments: list[str], env: dict[str, str] | None = None):
+        self.port = free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        command = [
+            *(sys.executable, "-m", "spexis.cli", "serve", *arguments),
+            *("--host", HOST, "--port", str(self.port)),
+        ]
+        super().__init__(command, self.log, env or {})
+
+    def __exit__(self, *exc) -> None:
+        super().__exit__(*exc)
+        self.log.close()
+
     def wait_ready(self, timeout: float) -> float:
         begin = time.monotonic()
         while time.monotonic() - begin < timeout:
@@ -158,16 +180,6 @@ class Server:
                 return time.monotonic() - begin
             time.sleep(0.3)
         raise TimeoutError(f"the server was not ready in {timeout:.0f} s\n{self.tail()}")
-
-    def wait_gone(self, timeout: float) -> tuple[float, list[Process]]:
-        """Seconds until no process was left (or the timeout), and those still alive."""
-        begin = time.monotonic()
-        while True:
-            self.look()
-            left, passed = self.left(), time.monotonic() - begin
-            if not left or passed >= timeout:
-                return passed, left
-            time.sleep(0.25)
 
     def get(self, path: str, timeout: float = 10.0) -> str:
         with urllib.request.urlopen(self.url + path, timeout=timeout) as reply:
