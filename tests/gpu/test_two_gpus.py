@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from spexis.demo_model import find_gguf
+
 HERE = Path(__file__).resolve().parent
 DRIVE = str(HERE.parent / "engine" / "v2_on_cpu" / "drive.py")
 MAKE = """
@@ -95,3 +97,35 @@ def test_no_stage_waits_for_the_device(world: World):
     block = {"draft_graphs": True}
     run = world.spexis("waits", block, "--graphs", "--greedy", "--no-grammar", **NO_WAITS)
     assert run["counters"]["accepted"] > 0
+
+
+@pytest.fixture
+def compare(run, tmp_path):
+    """compare(*arguments of model_checks.py) -> what it wrote."""
+
+    def compare(*arguments: str) -> dict:
+        out = tmp_path / "out.json"
+        run(str(HERE / "model_checks.py"), arguments[0], str(out), *arguments[1:])
+        return json.loads(out.read_text())
+
+    return compare
+
+
+def test_fp8_weights_part_only_at_ties(compare):
+    """Weights rounded to 8 bits as the model loads; activations by token, so a row's logits do not
+    depend on the rows beside it, up to rounding in bfloat16."""
+    found = compare("tiny", "--quantization", "fp8", "--dtype", "bfloat16")
+    assert found["bad"] == []
+    assert found["positions"] > 500
+    assert 0 < found["counters"]["accepted"] < found["counters"]["drafts"]
+
+
+def test_a_real_model_equals_one_gpu(compare):
+    pytest.importorskip("gguf", reason="the demo model is converted with gguf, not installed here")
+    try:
+        find_gguf()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    found = compare("demo")
+    assert found["parted"] == 0
+    assert found["counters"]["accepted"] > 0.55 * found["counters"]["drafts"]

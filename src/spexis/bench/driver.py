@@ -158,7 +158,14 @@ PREPARE = {"drafter": set_drafter, "trust_guesses": trust_guesses}
 
 def count_slots(worker) -> int:
     """Runs in a worker: slots bound beyond the flushing request's own."""
-    return max(0, len(worker.model_runner.slot_table.slot_of) - 1)
+    runner = worker.model_runner
+    # V2's slots are vLLM's own indices of requests.
+    bound = (
+        runner.slot_table.slot_of
+        if hasattr(runner, "slot_table")
+        else runner.req_states.req_id_to_index
+    )
+    return max(0, len(bound) - 1)
 
 
 # -- JSON ------------------------------------------------------------------------------------------

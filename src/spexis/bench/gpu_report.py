@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,40 +194,62 @@ def _lines(values: Mapping[str, Any]) -> list[str]:
 def plot(
     title: str, kinds: Sequence[Kind], cells: Sequence[Cell], steps: Mapping[str, Any], path: str
 ) -> None:
-    """Throughput against batch, and the share of the law's limit against batch."""
+    """Against the batch: throughput, SP over stock, and the share of the law's limit if known."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "spexis"  # the same picture gives the same file
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    share = {kind.name: shares(cells, kind.name, steps, "full") for kind in kinds}
+    panels = 3 if any(share.values()) else 2
+    figure, axes = plt.subplots(1, panels, figsize=(5.5 * panels, 4.5), layout="constrained")
     for kind in kinds:
         found = rates(cells, kind.name)
+        style = "o-" if kind.is_sp else "o--"
         for p in sorted({p for _, p in found}, key=lambda p: p or 0):
-            points = sorted(
-                (rows, statistics.median(r.values())) for (rows, q), r in found.items() if q == p
-            )
-            style = "-" if kind.is_sp else "--"
+            points = {
+                rows: statistics.median(r.values()) for (rows, q), r in found.items() if q == p
+            }
             label = kind.name if p is None else f"{kind.name} p={p}"
-            (line,) = left.plot(*zip(*points, strict=True), style, marker="o", ms=3, label=label)
-            share = shares(cells, kind.name, steps, "full")
-            of_p = sorted(
-                (int(rows), by_p[str(p)]) for rows, by_p in share.items() if str(p) in by_p
-            )
+            (line,) = axes[0].plot(*_points(points), style, ms=3, label=label)
+            of_p = {
+                int(rows): by_p[str(p)] for rows, by_p in share[kind.name].items() if str(p) in by_p
+            }
             if of_p:
-                right.plot(
-                    *zip(*of_p, strict=True), marker="o", ms=3, color=line.get_color(), label=label
-                )
-    left.set(xlabel="batch", ylabel="decode tokens/s", title=title)
-    right.set(xlabel="batch", ylabel="share of the law's limit", ylim=(0, 1.1))
-    right.axhline(1.0, color="#888888", lw=0.8)
-    for axis in (left, right):
+                axes[2].plot(*_points(of_p), style, ms=3, color=line.get_color(), label=label)
+    for label, values in _against_stock(kinds, cells):
+        axes[1].plot(*_points(values), "o-", ms=3, label=label)
+    names = ("decode tokens/s", "SP over stock", "share of the law's limit")
+    for axis, name in zip(axes, names, strict=False):
+        axis.set(xlabel="batch", ylabel=name, ylim=(0, None))
         axis.spines[["top", "right"]].set_visible(False)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8, frameon=False)
+    axes[0].set_title(title)
+    for axis in axes[1:]:
+        axis.axhline(1.0, color="#888888", lw=0.8)
     figure.savefig(path, metadata={"Date": None} if path.endswith("svg") else None)
     plt.close(figure)
+
+
+def _points(values: Mapping[int, float]) -> tuple[Sequence[int], Sequence[float]]:
+    """Batches and values, in order."""
+    return tuple(zip(*sorted(values.items()), strict=True))
+
+
+def _against_stock(
+    kinds: Sequence[Kind], cells: Sequence[Cell]
+) -> Iterator[tuple[str, dict[int, float]]]:
+    """(label, {batch: ratio}) of every kind of SP over stock with the same links."""
+    for kind in kinds:
+        if not kind.is_sp:
+            continue
+        for stock in (k.name for k in kinds if k.drafter is None and k.p2p == kind.p2p):
+            found = ratios(cells, kind.name, stock)
+            for p in sorted({p for by_p in found.values() for p in by_p}):
+                values = {int(rows): by_p[p] for rows, by_p in found.items() if p in by_p}
+                yield f"{kind.name.removesuffix(NO_P2P)} p={p} over {stock}", values
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def gpu_options(args: argparse.Namespace) -> dict:
-    options = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3}
+    options = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.15}
     if args.default_modes:
         options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
     elif args.graphs:

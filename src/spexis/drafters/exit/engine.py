@@ -211,7 +211,8 @@ class EngineExitDrafter(nn.Module, Drafter):
 
     def bind(self, slot: int) -> None:
         if self.state_size and hasattr(self, "states"):
-            self.state_positions[slot] = NO_POSITION
+            # Not `[slot] = ...`, which copies a scalar from the host and waits for the device.
+            self.state_positions[slot].fill_(NO_POSITION)
 
     def observe(self, slots, positions, tokens, alive, states) -> None:
         kept = self.states, self.state_positions
