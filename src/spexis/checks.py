@@ -98,11 +98,17 @@ def _check_parallel(config: Any) -> None:
             f"{stages} stages on {nodes} nodes would put one stage on two nodes",
             f"pass --pipeline-parallel-size {nodes}, or a multiple of it",
         )
-    if parallel.distributed_executor_backend != "mp":
+    if parallel.distributed_executor_backend not in ("mp", "ray"):
         refuse(
             f"distributed_executor_backend {_name(parallel.distributed_executor_backend)} is not "
             "tested",
-            "pass --distributed-executor-backend mp",
+            "pass --distributed-executor-backend mp (or ray)",
+        )
+    older_ray = os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1") == "0"
+    if parallel.distributed_executor_backend == "ray" and older_ray:
+        refuse(
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 selects vLLM's older Ray executor: not tested",
+            "unset it",
         )
 
 

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from spexis.bench.serving import read_process
 from spexis.engine.lifeline import end_with_parent
 
@@ -37,6 +39,36 @@ def wait_gone(pids: list[int], timeout: float) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+CORE = """
+import multiprocessing, signal, sys, threading, time
+from spexis.engine.lifeline import end_with_workers
+
+def core(seconds):
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # in the middle of something
+    monitor = threading.Thread(target=time.sleep, args=(seconds,), name="RayWorkerMonitor")
+    monitor.start()
+    end_with_workers(grace=0.2)
+    print("runs", flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=core, args=(float(sys.argv[1]),))
+    process.start()
+    process.join(8)
+    print("lives" if process.is_alive() else "gone", flush=True)
+    process.kill()
+"""
+
+
+@pytest.mark.parametrize(("seconds", "wanted"), [(1.0, "gone"), (60.0, "lives")])
+def test_the_engine_core_ends_when_rays_watch_of_its_workers_does(seconds, wanted, tmp_path):
+    script = tmp_path / "core.py"
+    script.write_text(CORE)
+    command = [sys.executable, str(script), str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["runs", wanted]
 
 
 def check(method: str, tmp_path) -> None:

@@ -3,6 +3,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 dist = torch.distributed
 
-from spexis.engine.nodes import PeerWatch  # noqa: E402
+from spexis.engine.nodes import PeerWatch, may_span_nodes  # noqa: E402
 
 SILENCE, BEAT = 2.0, 0.1
 
@@ -95,3 +96,11 @@ def test_time_that_this_process_stood_still_is_not_the_peers(store):
     assert watch.silent() is None
     watch.judge_from = 0.0
     assert watch.silent() is not None
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "backend", "wanted"), [(1, "mp", False), (2, "mp", True), (1, "ray", True)]
+)
+def test_where_stages_can_be_apart(num_nodes, backend, wanted):
+    config = SimpleNamespace(nnodes=num_nodes, distributed_executor_backend=backend)
+    assert may_span_nodes(config) is wanted

@@ -246,7 +246,7 @@ def test_refused_by_flags(change, words):
         ({"parallel": {"decode_context_parallel_size": 2}}, ["--decode-context-parallel-size"]),
         ({"parallel": {"prefill_context_parallel_size": 2}}, ["--prefill-context-parallel-size"]),
         ({"parallel": {"nnodes": 3}}, ["2 stages on 3 nodes", "--pipeline-parallel-size 3"]),
-        ({"parallel": {"distributed_executor_backend": "ray"}}, ["ray", "mp"]),
+        ({"parallel": {"distributed_executor_backend": "uni"}}, ["uni", "mp"]),
         ({"speculative_config": object()}, ["its own speculative_config"]),
         ({"lora_config": object()}, ["LoRA"]),
         ({"kv_transfer_config": object()}, ["KV connectors", "--kv-transfer-config"]),
@@ -271,6 +271,16 @@ def test_refused_by_config(change, words):
     with pytest.raises(ConfigError) as error:
         checks.check_config(fake_config(**change), SpexisConfig())
     assert all(word in one_line(error) for word in words)
+
+
+def test_ray_is_refused_with_vllms_older_executor_only(monkeypatch):
+    config = fake_config(parallel={"distributed_executor_backend": "ray"})
+    monkeypatch.delenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", raising=False)
+    checks.check_config(config, SpexisConfig())
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    with pytest.raises(ConfigError) as error:
+        checks.check_config(config, SpexisConfig())
+    assert "unset it" in one_line(error)
 
 
 @pytest.mark.parametrize("architecture", checks.EXIT_ARCHITECTURES)

@@ -57,18 +57,24 @@ def end_with_workers(grace: float = 2.0) -> None:
 
 
 def _watch_workers(grace: float) -> None:
-    known: set[int] = set()
-    while True:
-        children = multiprocessing.active_children()
-        alive = {child.pid for child in children if child.name.startswith("VllmWorker")}
-        if known - alive:
-            break
+    known: set[str] = set()
+    while not known - (alive := _workers_alive()):
         known |= alive
         time.sleep(POLL_SECONDS)
     time.sleep(grace)
     # vLLM's engine core puts the default handler back before it ends its workers in order.
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         end_process(grace)
+
+
+def _workers_alive() -> set[str]:
+    """What stands for this process's workers: their processes, or for Ray's, which are nobody's
+    children here, the executor's thread that watches them and ends with the first of them."""
+    children = multiprocessing.active_children()
+    threads = threading.enumerate()
+    return {child.name for child in children if child.name.startswith("VllmWorker")} | {
+        thread.name for thread in threads if thread.name == "RayWorkerMonitor"
+    }
 
 
 def end_process(grace: float = 5.0) -> None:

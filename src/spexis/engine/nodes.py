@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a worker when another node is not heard of any more (vLLM's multi-node `mp` executor).
+"""Ends a worker when another node is not heard of any more (multi-node `mp` and Ray executors).
 
-    watch_nodes()      # in a worker, once the process groups exist
+    if may_span_nodes(parallel_config):
+        watch_nodes()      # in a worker, once the process groups exist
 
 A worker that dies closes its connections, and whoever waits for it gets an error at once. A node
 that loses power, or a cable that is pulled, closes nothing: its peers would wait for data, and the
@@ -26,6 +27,11 @@ logger = logging.getLogger("vllm.spexis.nodes")
 LOADING = 300.0  # seconds; compilers and loaders may keep Python's lock for long
 SILENCE = 15.0  # seconds; a busy host may not get to its count for some of them
 BEAT = 1.0
+
+
+def may_span_nodes(parallel_config) -> bool:
+    """Whether stages can be on more than one node; Ray alone knows where it puts them."""
+    return parallel_config.nnodes > 1 or parallel_config.distributed_executor_backend == "ray"
 
 
 def watch_nodes(silence: float = LOADING) -> "PeerWatch":

@@ -19,6 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from spexis.config import SpexisConfig
 from spexis.engine.lifeline import end_with_parent, end_with_workers
+from spexis.engine.nodes import may_span_nodes
 from spexis.engine.verdict import take_back
 from spexis.guards import check_sources
 from spexis.observability.counters import SpexisCounters
@@ -31,7 +32,7 @@ class SpexisScheduler(AsyncScheduler):
         check_sources("scheduler")
         # Longer than the executor's own shutdown, which ends workers in order.
         end_with_parent(grace=15.0)
-        if vllm_config.parallel_config.nnodes > 1:
+        if may_span_nodes(vllm_config.parallel_config):
             end_with_workers()
         self.spexis_config = SpexisConfig.from_vllm(vllm_config)
         _set_steps_in_flight(vllm_config, self.spexis_config.steps_in_flight)

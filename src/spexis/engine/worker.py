@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
 from spexis.engine.lifeline import end_by, end_with_parent
-from spexis.engine.nodes import SILENCE, watch_nodes
+from spexis.engine.nodes import SILENCE, may_span_nodes, watch_nodes
 
 logger = init_logger("vllm.spexis.worker")
 
@@ -54,7 +54,7 @@ class StageWorker:
     peer_watch = None
 
     def watch_other_nodes(self) -> None:
-        if self.parallel_config.nnodes > 1:
+        if may_span_nodes(self.parallel_config):
             self.peer_watch = watch_nodes()
 
     @_ends_on_error
