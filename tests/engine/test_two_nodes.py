@@ -57,8 +57,10 @@ class Cable:
         return self
 
     def __exit__(self, *exc) -> None:
-        with contextlib.suppress(subprocess.CalledProcessError):
-            ip("netns", "del", self.name)  # and the cable with it
+        # The namespace goes when its last process has; the cable must be gone for the next test.
+        for what in (("link", "del", self.here), ("netns", "del", self.name)):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip(*what)
 
     def pull(self) -> None:
         ip("-n", self.name, "link", "set", self.there, "down")

@@ -50,4 +50,6 @@ def test_everything_has_a_stock_result_to_be_compared_with(planned):
 def test_scenarios_run_with_the_trained_drafter_and_with_the_oracle(planned):
     names = [item.name for item in planned.planned[0][1]]
     for scenario in SCENARIOS:
-        assert scenario in names and f"{scenario} oracle" in names
+        # A second time the cache holds more, so what counts cached tokens runs once.
+        again = not SCENARIOS[scenario].same_cached_tokens
+        assert scenario in names and (f"{scenario} oracle" in names) is again
