@@ -8,10 +8,13 @@ is refused here, because a wrong token is worse than a refusal. No vLLM import a
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
 from spexis.config import ConfigError, SpexisConfig
+
+logger = logging.getLogger("vllm.spexis")
 
 # The exit drafter reads the first stage's output and rebuilds the target's attention; these
 # families were run against stock vLLM token for token.
@@ -104,12 +107,23 @@ def _check_parallel(config: Any) -> None:
             "tested",
             "pass --distributed-executor-backend mp (or ray)",
         )
-    older_ray = os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1") == "0"
-    if parallel.distributed_executor_backend == "ray" and older_ray:
+    if parallel.distributed_executor_backend == "ray":
+        _check_ray(config)
+
+
+def _check_ray(config: Any) -> None:
+    if os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1") == "0":
         refuse(
             "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 selects vLLM's older Ray executor: not tested",
             "unset it",
         )
+    if config.parallel_config.tensor_parallel_size > 1:
+        refuse(
+            "Ray may put one stage's tensor-parallel ranks on two nodes, which is not tested",
+            "pass --distributed-executor-backend mp, or --tensor-parallel-size 1",
+        )
+    if config.device_config.device_type != "cpu":
+        logger.warning("Spexis over Ray was tested on CPUs only; `mp` was tested on GPUs")
 
 
 def _check_features(config: Any) -> None:

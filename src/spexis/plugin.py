@@ -194,6 +194,8 @@ def _exit_partition(
                 f"spexis: {PARTITION_ENV}={given} ends the first stage elsewhere than the "
                 f"drafter's exit layer {exit_layer}; unset it, or start it with {exit_layer}"
             )
+        if placement is not None:
+            _warn_of_variable(given)
         return given
     if placement is not None:
         if placement.layers is not None and placement.layers[0] != exit_layer:
@@ -222,7 +224,7 @@ def _chosen_partition(
     from spexis.core.placement import balanced_partition
 
     if given is not None:
-        logger.warning("Spexis: %s=%s wins over spexis.placement", PARTITION_ENV, given)
+        _warn_of_variable(given)
         return given
     num_layers = model.get_total_num_hidden_layers()
     if placement.layers is not None:
@@ -241,6 +243,10 @@ def _chosen_partition(
     times = ", ".join(f"{1e3 * seconds:.2f}" for seconds in costs.of_split(split))
     logger.info("Spexis: stage times by %s: %s ms", placement.profile, times)
     return _set_partition(split)
+
+
+def _warn_of_variable(given: str) -> None:
+    logger.warning("Spexis: %s=%s wins over spexis.placement", PARTITION_ENV, given)
 
 
 def _profile_costs(sizes: Any, placement: PlacementConfig) -> Any:

@@ -15,18 +15,25 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from spexis.bench import soak
-from spexis.bench.serving import Launched, Server, free_port
+from spexis.bench.serving import Launched, Server, family, free_port
 from spexis.engine.nodes import SILENCE
 
 pytestmark = pytest.mark.engine
 
 CPU_ON_RAY = Path(__file__).resolve().parent / "cpu_on_ray"
-RAY_NODE = ["--num-cpus=1", "--num-gpus=1", "--object-store-memory=100000000"]
+RAY_MARK = "SPEXIS_TEST_RAY"
+RAY_NODE = [
+    "--disable-usage-stats",
+    "--num-cpus=1",
+    "--num-gpus=1",
+    "--object-store-memory=100000000",
+]
 HERE, THERE = "10.213.77.1", "10.213.77.2"
 
 
@@ -111,8 +118,8 @@ class MpNodes:
         (worker,) = self.second.find("Worker")
         self.second.send(signal.SIGKILL, worker)
 
-    def left_there(self, seconds: float) -> list:
-        """Processes of the engine on the second node that are not gone by then."""
+    def left(self, seconds: float) -> list:
+        """Processes of the second node that are not gone by then; the soak sees the first's."""
         return self.second.wait_gone(seconds)[1]
 
 
@@ -120,64 +127,83 @@ class RayNodes:
     """`ray start` on both, `spexis serve` on the first: Ray starts a stage on each."""
 
     def __init__(self, cable: Cable, model: soak.Model, log):
-        pytest.importorskip("ray", reason="Ray is not installed")
-        self.cable, port = cable, free_port()
+        self.cable, self.log, port = cable, log, free_port()
+        self.mark = f"{cable.name}-{port}"  # in the environment of all that Ray starts here
         path = os.pathsep.join(filter(None, [str(CPU_ON_RAY), os.environ.get("PYTHONPATH")]))
         here = {"PYTHONPATH": path, "VLLM_HOST_IP": HERE, "GLOO_SOCKET_IFNAME": cable.here}
         there = {**here, "VLLM_HOST_IP": THERE, "GLOO_SOCKET_IFNAME": cable.there}
+        self.environment = {**here, "RAY_ADDRESS": f"{HERE}:{port}"}
         head = ["--head", f"--port={port}", f"--node-ip-address={HERE}"]
         joins = [f"--address={HERE}:{port}", f"--node-ip-address={THERE}"]
         try:
-            ray("start", *head, "--include-dashboard=false", *RAY_NODE, log=log, env=here)
-            ray("start", *joins, *RAY_NODE, log=log, env=there, netns=cable.name)
+            self._start_ray([*head, "--include-dashboard=false"], here)
+            self._start_ray(joins, there, netns=cable.name)
         except BaseException:
-            self._stop_ray()
+            self._kill_ray()
             raise
         self.server = Server(
             [
                 *soak.server_arguments(model.path, model.drafter),
                 *("--distributed-executor-backend", "ray"),
             ],
-            {**here, "RAY_ADDRESS": f"{HERE}:{port}"},
+            self.environment,
         )
 
     def __enter__(self) -> "RayNodes":
         return self
 
     def __exit__(self, *exc) -> None:
-        self.server.__exit__()
-        self._stop_ray()
+        try:
+            self.server.__exit__()
+        finally:
+            self._kill_ray()
 
-    def _stop_ray(self) -> None:
-        for pid in pids_in(self.cable.name):
+    def _start_ray(self, arguments: list[str], env: dict[str, str], netns: str | None = None):
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, *RAY_NODE]
+        if netns is not None:
+            command = ["ip", "netns", "exec", netns, *command]
+        env = {**os.environ, **env, RAY_MARK: self.mark}
+        subprocess.run(command, check=True, stdout=self.log, stderr=self.log, env=env, timeout=120)
+
+    def _kill_ray(self) -> None:
+        for pid in self._processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        ray("stop", "--force", log=subprocess.DEVNULL, env={})
+
+    def _processes(self) -> set[int]:
+        """All that Ray started. A worker's title overwrites its environment: it is a child."""
+        roots = marked(self.mark)
+        return {*roots, *(process.pid for root in roots for process in family(root))}
 
     def look(self) -> None:
-        """Nothing to note: the namespace knows its processes."""
-
-    def workers_there(self) -> list[int]:
-        return [p for p in pids_in(self.cable.name) if "RayWorkerProc" in command_of(p)]
+        """Notes the two workers, one a node."""
+        workers = {pid for pid in self._processes() if "RayWorkerProc" in command_of(pid)}
+        self.there = workers & set(pids_in(self.cable.name))
+        self.here = workers - self.there
+        assert (len(self.here), len(self.there)) == (1, 1), workers
 
     def kill_stage(self) -> None:
-        (worker,) = self.workers_there()
-        os.kill(worker, signal.SIGKILL)
+        for worker in self.there:
+            os.kill(worker, signal.SIGKILL)
 
-    def left_there(self, seconds: float) -> list:
+    def left(self, seconds: float) -> list:
+        """The stages that are not gone by then, on either node."""
         deadline = time.monotonic() + seconds
-        while (left := self.workers_there()) and time.monotonic() < deadline:
+        while True:
+            left = [pid for pid in self.here | self.there if "RayWorkerProc" in command_of(pid)]
+            if not left or time.monotonic() > deadline:
+                return left
             time.sleep(0.2)
-        return left
 
 
-def ray(*arguments: str, log, env: dict[str, str], netns: str | None = None) -> None:
-    command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
-    if netns is not None:
-        command = ["ip", "netns", "exec", netns, *command]
-    # Its processes may take more than the usual half minute to start on a busy machine.
-    env = {**os.environ, "RAY_raylet_start_wait_time_s": "120", **env}
-    subprocess.run(command, check=True, stdout=log, stderr=log, env=env)
+def marked(mark: str) -> list[int]:
+    """Processes that inherited the mark."""
+    found, wanted = [], f"{RAY_MARK}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if wanted in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 def pids_in(netns: str) -> list[int]:
@@ -191,7 +217,10 @@ def command_of(pid: int) -> str:
     return ""
 
 
-BY = pytest.mark.parametrize("nodes", [MpNodes, RayNodes], ids=["mp", "ray"])
+no_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+BY = pytest.mark.parametrize(
+    "nodes", [pytest.param(MpNodes, id="mp"), pytest.param(RayNodes, id="ray", marks=no_ray)]
+)
 
 
 @pytest.fixture
@@ -220,7 +249,21 @@ def test_answers_are_stock_vllms_and_a_lost_stage_is_an_error(nodes, cable, mode
         assert kill.errors == kill.clients
         assert kill.error_seconds < soak.ERROR_WITHIN
         assert kill.left == []
-        assert two.left_there(soak.GONE_WITHIN) == []
+        assert two.left(soak.GONE_WITHIN) == []
+
+
+@pytest.mark.slow
+@BY
+def test_an_orderly_end_leaves_nothing(nodes, cable, model, tmp_path):
+    log_path = tmp_path / "node2.log"
+    with log_path.open("w") as log, nodes(cable, model, log) as two:
+        try:
+            two.server.wait_ready(240)
+            two.look()
+            assert soak.stop(two.server) == []
+            assert two.left(soak.GONE_WITHIN) == []
+        finally:
+            print(two.server.tail(60), log_path.read_text()[-6000:])
 
 
 @pytest.mark.slow
@@ -233,7 +276,7 @@ def test_a_pulled_cable_is_an_error_on_both_ends(nodes, cable, model, tmp_path):
             two.server.wait_ready(240)
             two.look()
             kill = soak.kill_under_load(two.server, "cable", model.vocab_size, strike=cable.pull)
-            left = two.left_there(SILENCE + soak.GONE_WITHIN)
+            left = two.left(SILENCE + soak.GONE_WITHIN)
         finally:
             print(two.server.tail(60), log_path.read_text()[-6000:])
         assert kill.errors == kill.clients

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of one first stage that runs alone (spexis.bench.stage), in a process of their own.
 
-    python tests/gpu/stage_checks.py OUT.json [--dtype float32] [--attention TRITON_ATTN]
+    python tests/gpu/stage_checks.py OUT.json [--dtype float32] [--attention TRITON_ATTN] [--states]
+                                              [--default-modes] [--quantization fp8]
 
-On a GPU with vLLM's full decode graphs and the drafter's; on a CPU in Triton's interpreter, where
+On a GPU with vLLM's full decode graphs and the drafter's (--default-modes: and torch.compile and
+piecewise graphs, as users run it); on a CPU in Triton's interpreter, where
 a graph is the captured code run again (tests/engine/test_stage_alone.py), so that the checks
 themselves are known to work. Writes what was compared; a difference is an AssertionError.
 """
@@ -35,13 +37,11 @@ def start(folder: Path, args: argparse.Namespace, states: bool) -> tuple[Stage, 
         model, folder / "drafter", num_layers=2, draft_vocab_size=300, states=states, dtype=dtype
     )
     if torch.cuda.is_available():
+        modes = {} if args.default_modes else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         more = {
-            "compilation_config": {
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": GRAPH_SIZES,
-            },
+            "compilation_config": {**modes, "cudagraph_capture_sizes": GRAPH_SIZES},
             "gpu_memory_utilization": 0.2,
+            "quantization": args.quantization,
         }
         if args.attention:
             more["attention_backend"] = args.attention
@@ -219,6 +219,7 @@ def check_head(
             sent = {name: tensor.cpu() for name, tensor in stage.handed_on.items()}
             hidden = sent["hidden_states"].float() + sent["residual"].float()
             guesses = stage.runner.first_stage.token[slots.to(stage.device)].cpu()
+            confidence = stage.runner.first_stage.confidence[slots.to(stage.device)].cpu()
             first = 0
             for row, req_id in enumerate(order):
                 start = int(sent[ROWS][0, row])
@@ -230,6 +231,8 @@ def check_head(
                 behind = float(logits.max() - logits[guesses[row]])
                 worst = max(worst, behind)
                 assert behind <= tolerance, (req_id, start, behind)
+                sure = float(logits.softmax(-1).max())
+                assert abs(sure - float(confidence[row])) <= tolerance, (req_id, start, sure)
                 num_compared += 1
                 different.add(int(guesses[row]))
             stage.step()
@@ -275,6 +278,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention", help="vLLM's attention back end")
     parser.add_argument("--states", action="store_true", help="drafter with final states")
+    parser.add_argument("--default-modes", action="store_true", help="vLLM's own choice")
+    parser.add_argument("--quantization", help="vLLM's; on a GPU")
     args = parser.parse_args()
     on_gpu, exact = torch.cuda.is_available(), args.dtype == "float32"
     tolerance = 2e-3 if exact else 0.3

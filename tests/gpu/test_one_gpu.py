@@ -31,8 +31,10 @@ def test_kernels_equal_the_rules_on_random_histories(run):
         ("--dtype", "float32", "--attention", "TRITON_ATTN"),
         ("--dtype", "bfloat16"),
         ("--dtype", "bfloat16", "--states"),
+        ("--dtype", "bfloat16", "--default-modes"),
+        ("--dtype", "bfloat16", "--quantization", "fp8"),
     ],
-    ids=["float32", "bfloat16", "bfloat16 with states"],
+    ids=["float32", "bfloat16", "bfloat16 with states", "default modes", "8-bit weights"],
 )
 def checked(request, run, tmp_path_factory) -> dict:
     """What stage_checks.py compared; a difference fails every test below."""

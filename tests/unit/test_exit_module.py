@@ -130,6 +130,8 @@ def test_simulated_serving_equals_serving_token_by_token():
     assert torch.equal(result.accepted, ~wrong[:, 1:][rows[:, :-1]])
     assert 0.2 < result.accepted.float().mean() < 0.9
     assert torch.equal(result.sequence, rows.nonzero()[:, 0])
+    probabilities = (drafter(h, final, state_lags(wrong, prompt_len)) @ head.T).softmax(-1)
+    torch.testing.assert_close(result.confidence, probabilities.amax(-1)[rows])
 
 
 def test_lags_respect_where_final_states_begin():

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A child that never looks at signals still ends when its parent was killed."""
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from spexis.bench.serving import read_process
-from spexis.engine.lifeline import end_with_parent
+from spexis.engine.lifeline import RAY_MONITOR, end_with_parent
 
 PARENT = """
 import multiprocessing, os, signal, sys, time
@@ -45,8 +47,9 @@ CORE = """
 import multiprocessing, signal, sys, threading, time
 from spexis.engine.lifeline import end_with_workers
 
-def core(seconds):
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # in the middle of something
+def core(seconds, ends):
+    if not ends:
+        signal.signal(signal.SIGTERM, lambda number, frame: None)  # in the middle of something
     monitor = threading.Thread(target=time.sleep, args=(seconds,), name="RayWorkerMonitor")
     monitor.start()
     end_with_workers(grace=0.2)
@@ -54,7 +57,9 @@ def core(seconds):
     time.sleep(600)
 
 if __name__ == "__main__":
-    process = multiprocessing.get_context("spawn").Process(target=core, args=(float(sys.argv[1]),))
+    process = multiprocessing.get_context("spawn").Process(
+        target=core, args=(float(sys.argv[1]), sys.argv[2] == "ends"), name="EngineCore"
+    )
     process.start()
     process.join(8)
     print("lives" if process.is_alive() else "gone", flush=True)
@@ -62,13 +67,23 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("seconds", "wanted"), [(1.0, "gone"), (60.0, "lives")])
-def test_the_engine_core_ends_when_rays_watch_of_its_workers_does(seconds, wanted, tmp_path):
+@pytest.mark.parametrize(
+    ("seconds", "state", "wanted"),
+    [(1.0, "runs", "gone"), (60.0, "runs", "lives"), (1.0, "ends", "lives")],
+)
+def test_the_engine_core_ends_with_rays_watch_of_its_workers(seconds, state, wanted, tmp_path):
+    """Unless the watch still goes on, or the core is ending by itself."""
     script = tmp_path / "core.py"
     script.write_text(CORE)
-    command = [sys.executable, str(script), str(seconds)]
+    command = [sys.executable, str(script), str(seconds), state]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["runs", wanted]
+
+
+def test_vllm_calls_its_watch_so():
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+    source = (Path(folder) / "v1/executor/ray_executor_v2.py").read_text()
+    assert f'name="{RAY_MONITOR}"' in source
 
 
 def check(method: str, tmp_path) -> None:

@@ -283,6 +283,13 @@ def test_ray_is_refused_with_vllms_older_executor_only(monkeypatch):
     assert "unset it" in one_line(error)
 
 
+def test_ray_does_not_split_a_stage():
+    ray = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
+    with pytest.raises(ConfigError) as error:
+        checks.check_config(fake_config(parallel=ray), SpexisConfig())
+    assert "--tensor-parallel-size 1" in one_line(error)
+
+
 @pytest.mark.parametrize("architecture", checks.EXIT_ARCHITECTURES)
 def test_accepted(architecture):
     full = {"layer_types": ["full_attention"] * 2}
@@ -403,8 +410,9 @@ def test_placement_leaves_the_exit_drafters_stage_alone(profile):
         placed({"layers": [16, 14]}, exit_layer=18)
 
 
-def test_vllms_own_variable_wins_over_the_placement(caplog):
-    assert placed({"layers": [16, 14]}, given="10,20") == "10,20"
+@pytest.mark.parametrize("exit_layer", [None, 10])
+def test_vllms_own_variable_wins_over_the_placement(exit_layer, caplog):
+    assert placed({"layers": [16, 14]}, given="10,20", exit_layer=exit_layer) == "10,20"
     assert "10,20 wins over" in caplog.text and plugin._own_env == {}
 
 

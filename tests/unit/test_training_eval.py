@@ -69,8 +69,22 @@ def test_every_family_trains_and_comes_back_from_disk(family, tied, tmp_path):
     assert ExitConfig.load(folder).tied_head is tied
     counts = eval_exit.simulate(target, [folder], store, [None, 20], 256, [True, False])
     assert len(counts) == 4
-    for hit, drafted in counts.values():
-        assert drafted.tolist() == [12] * 12 and (hit <= drafted).all()
+    for found in counts.values():
+        assert found.drafted.tolist() == [12] * 12
+        assert (found.accepted <= found.drafted).all()
+        assert sum(line["drafts"] for line in found.reliability()) == 144
+
+
+def test_reliability_is_by_confidence():
+    counts = eval_exit.Counts(2)
+    sure, right = np.array([0.05, 0.92, 0.98, 1.0]), np.array([False, True, True, False])
+    counts.add(np.array([0, 0, 1, 1]), right, sure)
+    assert counts.accepted.tolist() == [1, 1]
+    assert counts.reliability() == [
+        {"drafts": 1, "confidence": 0.05, "accepted": 0.0},
+        {"drafts": 3, "confidence": pytest.approx(2.9 / 3, abs=1e-4), "accepted": 0.6667},
+    ]
+    assert counts.calibration_error() == pytest.approx((0.05 + 0.9) / 4)
 
 
 def test_by_task_weighs_tasks_alike_and_tokens_within_a_task():

@@ -183,10 +183,10 @@ class Exact:
             # One engine for all drafters: it starts with the trained one, if there is one.
             features = scenarios if n == 2 else []
             own = [Work(name="prompts", rows=rows), *features] if drafter else []
-            again = [  # a second time on one engine, so that more comes from its prefix cache
+            again = [  # a second time on one engine more comes from its prefix cache
                 dataclasses.replace(item, name=f"{item.name} oracle", scenario=item.name)
                 for item in features
-                if not SCENARIOS[item.name].same_cached_tokens
+                if not own or not SCENARIOS[item.name].same_cached_tokens
             ]
             spec = EngineSpec(
                 model=model,

@@ -8,6 +8,7 @@ to send back, or the overruled samples of the synthetic drafter). Middle stages 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,13 @@ class DraftRows:
     draft_positions: torch.Tensor  # [R] int64, position that the guess will take
     is_prefill: torch.Tensor  # [R] bool
     has_prefill: bool
+
+
+class Guesses(NamedTuple):
+    """One for every row."""
+
+    tokens: torch.Tensor  # [R] int64
+    confidence: torch.Tensor  # [R] float32 in 0..1: the drafter's own probability of its guess
 
 
 class Drafter:
@@ -54,17 +62,18 @@ class Drafter:
     ) -> None:
         """Truth came back (only called where state_size > 0)."""
 
-    def propose(self, rows: DraftRows) -> torch.Tensor:
-        """Returns a guess for every row, [R] int64. Runs inside the step's forward context,
-        on all tokens of the step, so that a drafter's own keys and values cover prompts."""
+    def propose(self, rows: DraftRows) -> Guesses:
+        """Runs inside the step's forward context, on all tokens of the step, so that a drafter's
+        own keys and values cover prompts."""
         raise NotImplementedError
 
 
 class NoDrafter(Drafter):
     """Speculation off: guesses nothing worth running; rows wait for their verdict."""
 
-    def propose(self, rows: DraftRows) -> torch.Tensor:
-        return torch.zeros_like(rows.draft_positions)
+    def propose(self, rows: DraftRows) -> Guesses:
+        tokens = torch.zeros_like(rows.draft_positions)
+        return Guesses(tokens, torch.zeros_like(tokens, dtype=torch.float32))
 
 
 def load_drafter(config: DrafterConfig, runner) -> Drafter | None:

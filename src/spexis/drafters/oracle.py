@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from spexis.config import DrafterConfig
-from spexis.drafters.base import Drafter, DraftRows
+from spexis.drafters.base import Drafter, DraftRows, Guesses
 
 
 class OracleDrafter(Drafter):
@@ -35,12 +35,13 @@ class OracleDrafter(Drafter):
     def forget(self, req_id: str) -> None:
         self._prompts.pop(req_id, None)
 
-    def propose(self, rows: DraftRows) -> torch.Tensor:
+    def propose(self, rows: DraftRows) -> Guesses:
         guesses = [
             self._guess(req_id, position)
             for req_id, position in zip(rows.req_ids, rows.draft_positions.tolist(), strict=True)
         ]
-        return torch.tensor(guesses, dtype=torch.int64, device=rows.draft_positions.device)
+        tokens = torch.tensor(guesses, dtype=torch.int64, device=rows.draft_positions.device)
+        return Guesses(tokens, torch.full_like(tokens, self.acceptance, dtype=torch.float32))
 
     def _guess(self, req_id: str, position: int) -> int:
         prompt = self._prompts.get(req_id)

@@ -8,7 +8,7 @@ stage then makes the sampled token equal to it with the wanted probability, else
 import torch
 
 from spexis.config import DrafterConfig
-from spexis.drafters.base import Drafter, DraftRows
+from spexis.drafters.base import Drafter, DraftRows, Guesses
 from spexis.engine import kernels
 
 
@@ -29,10 +29,11 @@ class SyntheticDrafter(Drafter):
         self.acceptance = acceptance
         self.version = f"synthetic-{acceptance}"
 
-    def propose(self, rows: DraftRows) -> torch.Tensor:
-        return kernels.hashed_tokens(
+    def propose(self, rows: DraftRows) -> Guesses:
+        tokens = kernels.hashed_tokens(
             rows.draft_positions, rows.tokens, self.seed, self.vocab_size, None, 1.0
         )
+        return Guesses(tokens, torch.full_like(tokens, self.acceptance, dtype=torch.float32))
 
     def overrule(
         self,

@@ -16,6 +16,7 @@ user's own process must outlive the user's shell).
 
 import contextlib
 import faulthandler
+import logging
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,10 @@ import threading
 import time
 
 POLL_SECONDS = 0.5
+ORDERLY_SECONDS = 30.0  # an engine core that ends has this long to do it
+RAY_MONITOR = "RayWorkerMonitor"  # vLLM's name for a thread of its Ray executor
+
+logger = logging.getLogger("vllm.spexis.lifeline")
 
 
 def end_with_parent(grace: float = 5.0) -> None:
@@ -49,31 +54,37 @@ def end_with_workers(grace: float = 2.0) -> None:
     """Ends the engine core a while after one of its workers has died, if it still runs then.
 
     For stages on several nodes: vLLM 0.32 notices the death, but waits for the reply of a rank on
-    another node without looking at that notice, until its timeout of minutes."""
-    if multiprocessing.parent_process() is not None:
-        threading.Thread(
-            target=_watch_workers, args=(grace,), daemon=True, name="SpexisWorkers"
-        ).start()
+    another node without looking at that notice, until its timeout of minutes. Call it in the engine
+    core once the executor exists; does nothing where the core is part of the user's process."""
+    if not multiprocessing.current_process().name.startswith("EngineCore"):
+        return
+    known = _signs_of_workers()
+    if not known:
+        logger.warning("No sign of the workers: should one die, clients may wait for minutes")
+        return
+    threading.Thread(
+        target=_watch_workers, args=(known, grace), daemon=True, name="SpexisWorkers"
+    ).start()
 
 
-def _watch_workers(grace: float) -> None:
-    known: set[str] = set()
-    while not known - (alive := _workers_alive()):
-        known |= alive
+def _watch_workers(known: set[str], grace: float) -> None:
+    while not known - _signs_of_workers():
         time.sleep(POLL_SECONDS)
     time.sleep(grace)
     # vLLM's engine core puts the default handler back before it ends its workers in order.
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        end_by(ORDERLY_SECONDS)
+    else:
         end_process(grace)
 
 
-def _workers_alive() -> set[str]:
+def _signs_of_workers() -> set[str]:
     """What stands for this process's workers: their processes, or for Ray's, which are nobody's
     children here, the executor's thread that watches them and ends with the first of them."""
     children = multiprocessing.active_children()
     threads = threading.enumerate()
     return {child.name for child in children if child.name.startswith("VllmWorker")} | {
-        thread.name for thread in threads if thread.name == "RayWorkerMonitor"
+        thread.name for thread in threads if thread.name == RAY_MONITOR
     }
 
 

@@ -204,7 +204,8 @@ class SpexisV1Mixin:
             has_prefill=rows.has_prefill,
         )
         guesses = self.spexis_drafter.propose(draft_rows)
-        self.first_stage.propose(rows.slots, positions, guesses, rows.samples)
+        self.first_stage.propose(rows.slots, positions, guesses.tokens, rows.samples)
+        self.first_stage.confidence[rows.slots] = guesses.confidence
         generation = self.slot_table.generation[rows.slots_np].copy()
         self.plans.append(
             Plan(self.num_calls, self.num_steps, rows.slots_np, generation, rows.slots, positions)

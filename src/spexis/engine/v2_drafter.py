@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 
-from spexis.drafters.base import DraftRows
+from spexis.drafters.base import DraftRows, Guesses
 from spexis.engine import kernels
 from spexis.engine.draft_graph import CudaGraphRecorder, DraftGraphs, decode_sizes, is_decode
 from spexis.engine.kernels import RowBuffers
@@ -60,7 +60,8 @@ class DrafterMixin:
         # Rows inside a prompt advance by their chunk; their guess is never looked at.
         everyone = self.pp_handler.all_rows[: batch.num_reqs]
         slots, positions = batch.idx_mapping, self.guess_positions
-        kernels.propose(self.first_stage, slots, positions, guesses, everyone)
+        kernels.propose(self.first_stage, slots, positions, guesses.tokens, everyone)
+        self.first_stage.confidence[slots.long()] = guesses.confidence
 
     def _graph_size(self) -> int | None:
         """Rows of the drafter's graph for this step; None where it drafts eagerly."""
@@ -69,8 +70,8 @@ class DrafterMixin:
             return None
         return desc.num_tokens if desc.num_tokens in graphs else None
 
-    def _draft(self) -> torch.Tensor:
-        """A guess for every row, [R] int64, from the output that this step's forward left."""
+    def _draft(self) -> Guesses:
+        """From the output that this step's forward left."""
         state, output, rows = self.execute_model_state, self.stage_output, self.rows
         batch = state.input_batch
         num_reqs = batch.num_reqs
@@ -121,7 +122,9 @@ class DrafterMixin:
         )
         guesses = self.spexis_drafter.propose(draft_rows)
         everyone = self.pp_handler.all_rows[:num_rows]
-        kernels.propose(self.first_stage, slots, ends, guesses, everyone)
+        kernels.propose(self.first_stage, slots, ends, guesses.tokens, everyone)
+        # Padded rows share the dummy slot, which nobody reads.
+        self.first_stage.confidence[slots.long()] = guesses.confidence
 
     # ----------------------------------------------------------------- capture
     def plan_draft_graphs(self) -> None:

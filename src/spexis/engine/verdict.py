@@ -106,6 +106,8 @@ class FirstStage:
         self.position = zeros(num_slots + 1)  # [S+1] of the next decode row
         self.token = zeros(num_slots + 1)  # [S+1] that it will run, guess or truth
         self.planned = zeros(num_slots + 1, self.num_remembered)  # [S+1, H] by position % H
+        # [S+1] of the slot's newest guess, for whoever decides whether it is worth running
+        self.confidence = torch.zeros(num_slots + 1, dtype=torch.float32, device=device)
 
     def propose(
         self,

@@ -33,6 +33,7 @@ from spexis.training.target import Target, pick_device
 
 WANTED_AVERAGE = 0.60
 WANTED_AGREEMENT = 0.02
+BINS = 10  # of confidence, for the reliability of a drafter's own probabilities
 
 
 def shipped_folders() -> list[Path]:
@@ -43,6 +44,40 @@ def shipped_folders() -> list[Path]:
     return sorted(p.parent for p in root.glob("*/config.json"))
 
 
+class Counts:
+    """Of one drafter: drafts by answer, and by confidence."""
+
+    def __init__(self, num_answers: int) -> None:
+        self.accepted = np.zeros(num_answers, dtype=np.int64)
+        self.drafted = np.zeros(num_answers, dtype=np.int64)
+        self.by_confidence = np.zeros((BINS, 3))  # drafts, sum of confidence, accepted
+
+    def add(self, answers: np.ndarray, accepted: np.ndarray, confidence: np.ndarray) -> None:
+        """Drafts of one batch, each [rows]."""
+        np.add.at(self.accepted, answers, accepted.astype(np.int64))
+        np.add.at(self.drafted, answers, 1)
+        bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+        facts = np.stack([np.ones(len(bins)), confidence, accepted], axis=1)
+        np.add.at(self.by_confidence, bins, facts)
+
+    def reliability(self) -> list[dict[str, float]]:
+        """By bin that has drafts: how sure the drafter was, how often it was right."""
+        return [
+            {
+                "drafts": int(count),
+                "confidence": round(total / count, 4),
+                "accepted": round(right / count, 4),
+            }
+            for count, total, right in self.by_confidence.tolist()
+            if count
+        ]
+
+    def calibration_error(self) -> float:
+        """Expected calibration error: mean distance of confidence and acceptance over drafts."""
+        _, total, right = self.by_confidence.T
+        return round(float(np.abs(total - right).sum() / max(1, self.drafted.sum())), 4)
+
+
 @torch.no_grad()
 def simulate(
     target: Target,
@@ -51,8 +86,8 @@ def simulate(
     sizes: list[int | None],  # prefixes of the draft vocabulary; None: all of it
     tokens_per_batch: int,
     states: list[bool],  # with and without the final-state feature
-) -> dict[tuple[str, int, bool], tuple[np.ndarray, np.ndarray]]:
-    """(drafter, vocabulary, state) -> (accepted, drafted) per answer."""
+) -> dict[tuple[str, int, bool], Counts]:
+    """By drafter's folder, vocabulary and whether it sees final states."""
     half = target.device.type == "cuda"
     drafters = {}
     for folder in folders:
@@ -67,7 +102,7 @@ def simulate(
         head = target.head[ids] if config.tied_head else drafter.lm_head.weight
         drafters[str(folder)] = (drafter, head.to(target.dtype))
     exits = [d.config.exit_layer for d, _ in drafters.values()]
-    counts: dict = {}
+    counts: dict[tuple[str, int, bool], Counts] = {}
     batches = epoch_batches(
         np.diff(store.offsets), np.arange(len(store)), tokens_per_batch, seed=0, epoch=0
     )
@@ -91,11 +126,12 @@ def simulate(
                         )
                     if not drafts.settled:
                         print(f"{name}: simulation did not settle", file=sys.stderr)
-                    empty = np.zeros(len(store), dtype=np.int64)
-                    hit, all_ = counts.setdefault((name, size, state), (empty, empty.copy()))
-                    sequence = drafts.sequence.cpu().numpy()
-                    np.add.at(hit, rows[sequence], drafts.accepted.cpu().numpy().astype(np.int64))
-                    np.add.at(all_, rows[sequence], 1)
+                    key = name, size, state
+                    counts.setdefault(key, Counts(len(store))).add(
+                        rows[drafts.sequence.cpu().numpy()],
+                        drafts.accepted.cpu().numpy(),
+                        drafts.confidence.cpu().numpy(),
+                    )
     return counts
 
 
@@ -155,7 +191,7 @@ def evaluate(args: argparse.Namespace) -> dict:
     sizes: list[int | None] = list(args.vocab) if args.vocab else [None]
     counts = simulate(target, folders, store, sizes, args.tokens_per_batch, states)
     del target
-    tables = {key: by_task(hit, all_, names) for key, (hit, all_) in counts.items()}
+    tables = {key: by_task(c.accepted, c.drafted, names) for key, c in counts.items()}
     lines = [
         (f"{Path(n).name} V={size}" + ("" if state else " no state"), table)
         for (n, size, state), table in tables.items()
@@ -170,6 +206,8 @@ def evaluate(args: argparse.Namespace) -> dict:
         "answers": len(store),
         "answer_tokens": store.answer_tokens,
         "acceptance_in_engine": None,
+        "calibration_error": counts[best].calibration_error(),
+        "reliability": counts[best].reliability(),
     }
     ok = average >= WANTED_AVERAGE
     if args.engine and device.type == "cpu":
@@ -182,6 +220,7 @@ def evaluate(args: argparse.Namespace) -> dict:
         report["texts_different"] = different
         ok = ok and abs(report["acceptance_in_engine"] - average) <= WANTED_AGREEMENT
     print_table(lines)
+    print(f"confidence is off by {report['calibration_error']:.3f} on average", file=sys.stderr)
     if len(tables) > 1:
         report["tables"] = [
             {"drafter": Path(n).name, "vocab": size, "final_state": state, **table}

@@ -13,6 +13,7 @@ import dataclasses
 
 import torch
 
+from spexis.drafters.exit.head import best_of_share, over_shares
 from spexis.drafters.exit.module import LAG_1, LAG_2, NO_STATE, ExitDrafter
 
 
@@ -44,6 +45,7 @@ class Drafts:
     """Result of serve_drafts."""
 
     accepted: torch.Tensor  # [rows] bool, over the answer rows in order
+    confidence: torch.Tensor  # [rows] float32, the drafter's probability of its guess
     sequence: torch.Tensor  # [rows] which sequence of the batch each row belongs to
     passes: int  # passes until the fixed point
     settled: bool  # False: max_passes was reached first
@@ -69,14 +71,17 @@ def serve_drafts(
     vocab = drafter.draft_vocab_ids[: head.shape[0]].to(ids.device).long()
     wrong = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     use_state = use_state and drafter.config.final_state_feature
-    for passes in range(1, max_passes + 1):
+    passes, settled = 0, False
+    while not settled and passes < max_passes:
+        passes += 1
         lag = state_lags(wrong, prompt_len) if use_state else None
         out = drafter(h, final if use_state else None, lag)[where].to(head.dtype)
         best = [(part @ head.T).argmax(-1) for part in out.split(chunk)]
         accepted = vocab[torch.cat(best)] == next_ids
         now = torch.zeros_like(wrong)
         now[where[0], where[1] + 1] = ~accepted
-        if torch.equal(now, wrong) or not use_state:
-            return Drafts(accepted, where[0], passes, True)
+        settled = torch.equal(now, wrong) or not use_state
         wrong = now
-    return Drafts(accepted, where[0], max_passes, False)
+    found = [best_of_share(part @ head.T, vocab).unsqueeze(1) for part in out.split(chunk)]
+    guesses = over_shares(torch.cat(found))
+    return Drafts(accepted, guesses.confidence, where[0], passes, settled)

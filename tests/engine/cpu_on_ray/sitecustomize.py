@@ -2,8 +2,8 @@
 """For the Ray test: vLLM's CPU platform takes what `ray start --num-gpus` declares.
 
 vLLM 0.32 asks the platform which of Ray's resources a worker takes; the CPU platform names none and
-is refused. The executor itself needs nothing else of it. Set when the module has been imported, in
-every process, Ray's workers included.
+is refused. The executor itself needs nothing else of it. The attribute is set as the module is
+imported, in every process, Ray's workers included.
 """
 
 import importlib.abc

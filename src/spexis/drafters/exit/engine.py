@@ -25,8 +25,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from spexis.config import DrafterConfig
 from spexis.drafters import resolve_exit_folder
-from spexis.drafters.base import Drafter, DraftRows
+from spexis.drafters.base import Drafter, DraftRows, Guesses
 from spexis.drafters.exit.config import ExitConfig
+from spexis.drafters.exit.head import LARGEST_TOKEN, best_of_share, over_shares
 from spexis.engine.kernels import keep_states
 from spexis.engine.verdict import NO_POSITION
 
@@ -178,28 +179,26 @@ class EngineExitDrafter(nn.Module, Drafter):
             rows = slice(tp.rank_in_group, None, tp.world_size)
             ids = ids[rows].to(runner.device)
             head = weights["lm_head.weight"][: self.draft_vocab_size][rows]
+        if len(ids) and int(ids.max()) > LARGEST_TOKEN:
+            raise ValueError(f"token {int(ids.max())} in the draft vocabulary: too large to draft")
         # Each rank's share is a plain linear layer: shares differ in length, so no vLLM
-        # parallel layer fits, and propose() gathers only the best of each.
-        self.head = ReplicatedLinear(head.shape[1], head.shape[0], bias=False, prefix="head")
-        self.head.weight.data.copy_(head)
+        # parallel layer fits, and propose() gathers only the best of each. A rank without any
+        # of the drafter's tokens (they are cut as the embedding is) keeps one row, unused.
+        self.head = ReplicatedLinear(head.shape[1], max(1, len(ids)), bias=False, prefix="head")
+        self.head.weight.data.zero_()[: len(ids)].copy_(head)
         self.head_ids = ids
 
     # ---------------------------------------------------------------- hot path
-    def propose(self, rows: DraftRows) -> torch.Tensor:
+    def propose(self, rows: DraftRows) -> Guesses:
         x = F.linear(self.norm_in(rows.hidden_states + rows.residual), self.bridge)
         if self.state_size:
             self._add_states(x, rows)
         for layer in self.layers:
             x = layer(rows.token_positions, x)
         logits, _ = self.head(self.norm_out(x[rows.last]))  # [R, V']
-        best, index = logits.max(dim=-1)
-        guess = self.head_ids[index]
+        found = best_of_share(logits, self.head_ids).unsqueeze(1)  # [R, 1, 3]
         tp = get_tp_group()
-        if tp.world_size > 1:
-            best = tp.all_gather(best.float().unsqueeze(1), dim=1)  # [R, TP]
-            guess = tp.all_gather(guess.unsqueeze(1), dim=1)
-            guess = guess.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)
-        return guess
+        return over_shares(tp.all_gather(found, dim=1) if tp.world_size > 1 else found)
 
     def _add_states(self, x: torch.Tensor, rows: DraftRows) -> None:
         """Adds the newest final state of each decode row's request, projected by its age."""
