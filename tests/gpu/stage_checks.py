@@ -20,18 +20,20 @@ from unittest.mock import patch
 
 import torch
 
+from spexis.bench import dims
 from spexis.bench.stage import Stage
-from spexis.bench.stage_step import MODELS, drafting, random_drafter, random_model
+from spexis.bench.stage_step import drafting, random_drafter
 from spexis.engine.transfer import ROWS
 from spexis.engine.verdict import FirstStage
 
 CPU = torch.device("cpu")
 MAX_ROWS, CONTEXT, STEPS = 8, 24, 40
 GRAPH_SIZES = [1, 2, 4, 8]
+LAYERS = 2  # of the stage
 
 
 def start(folder: Path, args: argparse.Namespace, states: bool) -> tuple[Stage, str]:
-    model = random_model(folder / "model", MODELS["tiny"], MODELS["tiny"].layers)
+    model = dims.write_model("tiny", folder / "model", 2 * LAYERS)
     dtype = getattr(torch, args.dtype)
     drafter = random_drafter(
         model, folder / "drafter", num_layers=2, draft_vocab_size=300, states=states, dtype=dtype

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from spexis.bench import decode, dims, links, machine, presets, profile
+from spexis.bench import decode, dims, drafter_time, links, machine, presets, profile
 from spexis.bench.decode import DecodeSpec, arrivals, environment, llm_arguments, window_spread
 from spexis.bench.decode_child import Child
 from spexis.bench.options import add_engine_options, engine_options
 from spexis.config import ConfigError
 from spexis.core.stage_curve import StageCurve
+from spexis.core.stage_profile import from_measurement
 from spexis.observability.counters import SpexisCounters
 
 SP = {"method": "synthetic", "acceptance": 0.5}
@@ -243,7 +244,8 @@ class FakeEngine:
     made: list = []  # noqa: RUF012 (reset by the fixture)
 
     def __init__(self, spec, log, timeout=1.0):
-        self.spec, self.calls, self.started = spec, [], {"runner": "V2"}
+        self.spec, self.calls = spec, []
+        self.started = {"runner": "V2", "cudagraph_capture_sizes": []}
         FakeEngine.made.append(self)
 
     def call(self, do, **arguments):
@@ -275,6 +277,8 @@ def test_profile_file_is_what_the_stage_curve_reads(fake_engine, tmp_path, monke
     monkeypatch.setattr(profile.engines, "kill_on_signals", lambda: None)
     monkeypatch.setattr(machine, "num_gpus", lambda: 1)
     output = tmp_path / "p.json"
+    drafter = {"1": 0.0004, "64": 0.0005, "128": 0.0006}
+    monkeypatch.setattr(profile, "drafter_seconds", lambda *args, **kwargs: (drafter, None))
     argv = ["l70", "--device", "cuda", "--batches", "1", "64", "128", "--contexts", "128"]
     assert profile.main([*argv, "--output", str(output)]) == 0
     assert fake_engine.made[0].spec.max_num_seqs == 128
@@ -284,6 +288,10 @@ def test_profile_file_is_what_the_stage_curve_reads(fake_engine, tmp_path, monke
     assert curve.seconds(64) == pytest.approx(0.010)
     assert curve.head_seconds(64) == 0.001
     assert written["skipped"][0]["rows"] == 128 and curve.max_rows == 64
+    assert written["drafter_seconds"] == drafter and curve.drafter_seconds(64) == 0.0005
+    # A layer takes .25 ms, the head 1 ms, the drafter .5 ms.
+    assert written["balanced_split"]["2"] == [41, 39]
+    assert from_measurement(written)["drafter_seconds"] == 0.0006
     assert written["host_seconds"]["64"] == {"scheduler": 0.0005, "worker": 0.002}
     assert written["link_seconds"] is None and "1 device" in written["link_note"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
@@ -291,6 +299,26 @@ def test_profile_file_is_what_the_stage_curve_reads(fake_engine, tmp_path, monke
         "ok": True,
         "output": str(output),
     }
+
+
+def test_a_drafters_time_is_measured_or_absent_with_a_reason(monkeypatch):
+    arguments = {"rows": [1], "layers": 2, "vocab": 99}
+    assert drafter_time.drafter_seconds("tiny", device="cpu", **arguments)[0] is None
+
+    def steps(command, **kwargs):
+        output = Path(command[command.index("--output") + 1])
+        output.write_text(json.dumps({"ms": [{"batch": 1, "draft": draft}]}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(drafter_time.subprocess, "run", steps)
+    draft = 0.5
+    assert drafter_time.drafter_seconds("tiny", device="cuda", **arguments) == ({"1": 5e-4}, None)
+    draft = None
+    found, why = drafter_time.drafter_seconds("tiny", device="cuda", **arguments)
+    assert found is None and "no graph" in why
+    failed = SimpleNamespace(returncode=1, stderr="one\ntwo\n")
+    monkeypatch.setattr(drafter_time.subprocess, "run", lambda *args, **kwargs: failed)
+    assert drafter_time.drafter_seconds("tiny", device="cuda", **arguments) == (None, "failed: two")
 
 
 def test_worker_host_time_is_not_claimed_on_a_cpu(fake_engine, tmp_path):

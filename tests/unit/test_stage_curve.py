@@ -41,6 +41,13 @@ def test_costs_of_a_layer_and_of_the_extras():
     assert costs.of_split([40, 40])[0] == pytest.approx(0.021)
 
 
+def test_a_drafter_is_read_where_it_was_measured():
+    assert StageCurve.from_profile(PROFILE).drafter_seconds(64) == 0.0
+    measured = {**PROFILE, "drafter_seconds": {"1": 0.0004, "128": 0.0007}}
+    assert StageCurve.from_profile(measured).drafter_seconds(1) == 0.0004
+    assert StageCurve.from_profile(measured).drafter_seconds(128) == 0.0007
+
+
 @pytest.mark.parametrize("bad", [{}, {**PROFILE, "format": "other"}, {**PROFILE, "points": []}])
 def test_other_files_are_refused(bad):
     with pytest.raises(ValueError, match=r"spexis profile|no points"):

@@ -6,8 +6,9 @@
 
 One pipeline stage runs as a stock vLLM engine of that many layers (random weights, so MODEL needs
 a config.json only) and its decode steps are timed at steady state for each number of rows and
-each context length. Apart from that: the output head, the host's work per step, and the links
-between two devices. What each figure is and is not: docs/profile.md. Ends with one JSON line.
+each context length. Apart from that: the output head, an exit drafter (on a GPU), the host's work
+per step, and the links between two devices; and how many layers a stage should have then. What
+each figure is and is not: docs/profile.md. Ends with one JSON line.
 
 Invariant: every figure in the file was measured in this run; what was not is null, with a reason.
 """
@@ -27,9 +28,11 @@ from typing import Any
 
 from spexis.bench import dims, engines, machine
 from spexis.bench.decode import DecodeEngine, DecodeSpec
+from spexis.bench.drafter_time import drafter_seconds
 from spexis.bench.links import links
 from spexis.bench.options import add_engine_options, engine_options
-from spexis.core.stage_curve import FORMAT
+from spexis.core.placement import balanced_partition
+from spexis.core.stage_curve import FORMAT, StageCurve
 
 HEAD_REPEATS = 30
 WARM = 4  # tokens of every request before the window
@@ -69,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             num_devices=num_devices,
         )
         why = None if link else f"{num_devices} device: there is no link to measure"
+    drafter, why_no_drafter = measure_drafter(args, device)
     profile = {
         "format": FORMAT,
         "name": "profile",
@@ -79,10 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "versions": machine.versions(),
         "device": device,
         **stage,
+        "drafter": {"layers": args.drafter_layers, "draft_vocab_size": args.draft_vocab},
+        "drafter_seconds": drafter,
+        "drafter_note": why_no_drafter,
         "link_seconds": link,
         "link_note": why,
         "seconds_total": round(time.monotonic() - begin, 1),
     }
+    profile["balanced_split"] = balanced_splits(profile)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(profile, indent=1) + "\n")
     _print(profile)
@@ -104,6 +112,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=32, help="decode steps of one measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each point")
     parser.add_argument("--no-links", dest="links", action="store_false")
+    parser.add_argument(
+        "--drafter-layers", type=int, default=2, help="of an exit drafter to time; 0: none"
+    )
+    parser.add_argument("--draft-vocab", type=int, default=16384, help="tokens that it can draft")
     parser.add_argument("--output", help="JSON file (default: profile-MODEL.json)")
     add_engine_options(parser)
     return parser
@@ -166,6 +178,37 @@ def measure_stage(
         }
 
 
+def measure_drafter(
+    args: argparse.Namespace, device: str
+) -> tuple[dict[str, float] | None, str | None]:
+    """(seconds by rows, None), or (None, why not)."""
+    if not args.drafter_layers:
+        return None, "not asked for (--drafter-layers 0)"
+    if args.tensor_parallel_size > 1:
+        return None, "timed on one device only"
+    return drafter_seconds(
+        args.model,
+        device=device,
+        rows=args.batches,
+        layers=args.drafter_layers,
+        vocab=args.draft_vocab,
+    )
+
+
+def balanced_splits(profile: dict[str, Any]) -> dict[str, list[int]]:
+    """Layers of each of 2 to 4 stages that are equally busy at the most rows measured, the first
+    with the drafter, the last with the head: the first number is the exit layer to train for."""
+    if not profile["points"]:
+        return {}
+    curve, num_layers = StageCurve.from_profile(profile), profile["model"]["num_hidden_layers"]
+    costs = curve.costs(curve.max_rows, curve.drafter_seconds(curve.max_rows))
+    return {
+        str(stages): balanced_partition(num_layers, stages, costs)
+        for stages in (2, 3, 4)
+        if stages <= num_layers and costs.layer > 0
+    }
+
+
 def point(runs: Sequence[dict], head_seconds: float) -> dict[str, Any]:
     """One point of the curve from repeated measurements of it."""
     rows = runs[0]["rows"]
@@ -220,8 +263,14 @@ def _print(profile: dict) -> None:
         )
     for skipped in profile["skipped"]:
         print(f"{skipped['rows']:>7}  {skipped['context']:>7}  skipped: {skipped['skipped']}")
-    if profile["link_note"]:
-        print(f"links: {profile['link_note']}")
+    if profile["drafter_seconds"]:
+        times = (f"{rows}: {1e3 * s:.3f}" for rows, s in profile["drafter_seconds"].items())
+        print(f"exit drafter, ms by rows: {', '.join(times)}")
+    for stages, split in profile["balanced_split"].items():
+        print(f"{stages} stages are equally busy with {' + '.join(map(str, split))} layers")
+    for what in ("drafter", "link"):
+        if profile[f"{what}_note"]:
+            print(f"{what}: {profile[f'{what}_note']}")
 
 
 if __name__ == "__main__":

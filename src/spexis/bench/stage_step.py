@@ -30,33 +30,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from spexis.bench import dims
+from spexis.bench.stage import NUM_STAGES, Stage
+
 TARGET, TARGET_BATCH = 1.04, 64
 WARM_UP_STEPS = 4
 HOST_STEPS = 2  # few, so that launching them cannot wait for the device
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What of a Llama matters here."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    layers: int  # of one stage; the model has twice as many
-
-
-MODELS = {
-    "llama-70b": Sizes(8192, 28672, 64, 8, 128256, 40),
-    "llama-8b": Sizes(4096, 14336, 32, 8, 128256, 16),
-    "tiny": Sizes(128, 256, 4, 2, 384, 2),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         traced = trace(stage, args.batches[-1], Path(args.trace)) if args.trace else None
     result = {
         "bench": "stage_step",
-        "model": args.model,
-        "layers": stage.runner.model.config.num_hidden_layers // 2,
+        "model": Path(args.model).name,
+        "layers": stage.runner.model.config.num_hidden_layers // NUM_STAGES,
         "context": args.context,
         "drafter": {
             "layers": args.drafter_layers,
@@ -99,16 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(args: argparse.Namespace, folder: Path, on_gpu: bool):
-    from spexis.bench.stage import Stage
-
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    sizes = MODELS[args.model]
-    model = random_model(folder / "model", sizes, args.layers or sizes.layers)
+    sizes = dims.sizes(args.model)
+    layers = args.layers or max(1, sizes["num_hidden_layers"] // NUM_STAGES)
+    model = dims.write_model(args.model, folder / "model", NUM_STAGES * layers)
     drafter = random_drafter(
         model,
         folder / "drafter",
         num_layers=args.drafter_layers,
-        draft_vocab_size=min(args.draft_vocab, sizes.vocab),
+        draft_vocab_size=min(args.draft_vocab, sizes["vocab_size"]),
         states=not args.no_states,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
     )
@@ -131,28 +113,6 @@ def start(args: argparse.Namespace, folder: Path, on_gpu: bool):
             else {"dtype": "float32", "enforce_eager": True, "block_size": 32}
         ),
     )
-
-
-def random_model(folder: Path, sizes: Sizes, layers_per_stage: int) -> str:
-    """A folder with a config and no weights."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=sizes.vocab,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_hidden_layers=2 * layers_per_stage,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.hidden // sizes.heads,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-    )
-    config.save_pretrained(folder)
-    return str(folder)
 
 
 def random_drafter(
@@ -323,7 +283,9 @@ def _vllm_version() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="llama-70b", help="dimensions")
+    parser.add_argument(
+        "--model", default="l70", help=f"{', '.join(dims.DIMS)}, or a folder with a config.json"
+    )
     parser.add_argument("--layers", type=int, help="layers of the stage (default: by the model)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 128, 256])
     parser.add_argument("--context", type=int, default=512, help="tokens of each request")

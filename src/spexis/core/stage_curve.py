@@ -34,6 +34,8 @@ class StageCurve:
     """(rows, seconds) of a step without the output head, by rows."""
     head: tuple[tuple[int, float], ...]
     """(rows, seconds) of the output head with its argmax, by rows."""
+    drafter: tuple[tuple[int, float], ...] = ()
+    """(rows, seconds) of an exit drafter, by rows; empty where none was measured."""
 
     @classmethod
     def from_profile(cls, profile: Mapping[str, Any], context: int | None = None) -> StageCurve:
@@ -49,12 +51,16 @@ class StageCurve:
         wanted = lengths[0] if context is None else context
         nearest = min(lengths, key=lambda length: abs(length - wanted))
         points = [(p["rows"], p["seconds"]) for p in profile["points"] if p["context"] == nearest]
-        head = [(int(rows), seconds) for rows, seconds in profile["head_seconds"].items()]
+        head, drafter = (
+            tuple(sorted((int(rows), seconds) for rows, seconds in by_rows.items()))
+            for by_rows in (profile["head_seconds"], profile.get("drafter_seconds") or {})
+        )
         return cls(
             layers=profile["layers"],
             context=nearest,
             points=tuple(sorted(points)),
-            head=tuple(sorted(head)),
+            head=head,
+            drafter=drafter,
         )
 
     @property
@@ -67,6 +73,10 @@ class StageCurve:
 
     def head_seconds(self, rows: float) -> float:
         return interpolate(self.head, rows)
+
+    def drafter_seconds(self, rows: float) -> float:
+        """0 where no drafter was measured."""
+        return interpolate(self.drafter, rows) if self.drafter else 0.0
 
     def costs(self, rows: float, drafter_seconds: float = 0.0) -> StageCosts:
         """What a layer, the first stage's drafter and the last stage's head take at `rows`."""

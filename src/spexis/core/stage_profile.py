@@ -167,14 +167,15 @@ def from_measurement(measured: Mapping[str, Any]) -> dict[str, Any]:
     """The block of a StageProfile from the file that `spexis profile` writes (docs/profile.md).
 
     One stage was measured: all stages have its times, as many stages as the model's layers fill.
-    Head and host time are those at the most rows; links without peer access only if no others
-    were measured.
+    Head, drafter and host time are those at the most rows; links without peer access only if no
+    others were measured.
     """
     layers, total = measured["layers"], measured["model"]["num_hidden_layers"]
     stages = [layers] * (total // layers) + ([total % layers] if total % layers else [])
     links = measured["link_seconds"] or {}
     link = links.get("p2p") or links.get("gloo") or links.get("no_p2p") or {}
     head, host = measured["head_seconds"], measured["host_seconds"] or {}
+    drafter = measured.get("drafter_seconds") or {}
     hardware = measured["hardware"]
     return {
         "schema": SCHEMA,
@@ -190,6 +191,7 @@ def from_measurement(measured: Mapping[str, Any]) -> dict[str, Any]:
             }
         ],
         "head_seconds": head[max(head, key=int)] if head else 0.0,
+        "drafter_seconds": drafter[max(drafter, key=int)] if drafter else 0.0,
         "host_seconds": host[max(host, key=int)]["scheduler"] if host else 0.0,
         "hidden_link": [[int(rows), s] for rows, s in link.get("send", {}).items()],
     }
