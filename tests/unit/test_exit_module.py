@@ -132,6 +132,11 @@ def test_simulated_serving_equals_serving_token_by_token():
     assert torch.equal(result.sequence, rows.nonzero()[:, 0])
     probabilities = (drafter(h, final, state_lags(wrong, prompt_len)) @ head.T).softmax(-1)
     torch.testing.assert_close(result.confidence, probabilities.amax(-1)[rows])
+    # The same tokens in another order, named by the caller.
+    order = torch.randperm(SIZE)
+    names = drafter.draft_vocab_ids[order]
+    again = serve_drafts(drafter, head[order], h, final, ids, prompt_len, length, vocab=names)
+    assert torch.equal(again.accepted, result.accepted)
 
 
 def test_lags_respect_where_final_states_begin():

@@ -67,8 +67,9 @@ def test_every_family_trains_and_comes_back_from_disk(family, tied, tmp_path):
     trainer.train_step(make_batch(store, everything, target.device))
     (folder,) = trainer.export(tmp_path / "drafters").values()
     assert ExitConfig.load(folder).tied_head is tied
-    counts = eval_exit.simulate(target, [folder], store, [None, 20], 256, [True, False])
-    assert len(counts) == 4
+    sizes = [None, 20, *([eval_exit.FULL] if tied else [])]
+    counts = eval_exit.simulate(target, [folder], store, sizes, 256, [True, False])
+    assert len(counts) == 2 * len(sizes)
     for found in counts.values():
         assert found.drafted.tolist() == [12] * 12
         assert (found.accepted <= found.drafted).all()

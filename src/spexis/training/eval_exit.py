@@ -3,6 +3,7 @@
 
     spexis eval exit [FOLDER ...] [--model demo] [--data eval_specbench.jsonl]
     spexis eval exit FOLDER ... --no-engine --vocab 4096 8192 16384    # choose among candidates
+    spexis eval exit --no-engine --full-vocab      # what the reduced draft vocabulary loses
 
 The simulation is teacher-forced on the target's own greedy answers, with the restarts that the
 drafter's own mistakes cause (training/simulate.py), so it counts what serving would accept. The
@@ -33,6 +34,7 @@ from spexis.training.target import Target, pick_device
 
 WANTED_AVERAGE = 0.60
 WANTED_AGREEMENT = 0.02
+FULL = -1  # in place of a size: every token of the model, for drafters with its own head
 BINS = 10  # of confidence, for the reliability of a drafter's own probabilities
 
 
@@ -83,7 +85,7 @@ def simulate(
     target: Target,
     folders: list[Path],
     store: TokenStore,
-    sizes: list[int | None],  # prefixes of the draft vocabulary; None: all of it
+    sizes: list[int | None],  # prefixes of the draft vocabulary; None: all of it; FULL
     tokens_per_batch: int,
     states: list[bool],  # with and without the final-state feature
 ) -> dict[tuple[str, int, bool], Counts]:
@@ -111,17 +113,22 @@ def simulate(
         kept, final = target.states(batch.ids, exits)
         for name, (drafter, head) in drafters.items():
             for size in sizes:
-                size = min(size or len(head), len(head))
+                if size == FULL:
+                    rows_of_head, vocab = target.head, torch.arange(len(target.head))
+                else:
+                    rows_of_head, vocab = head[: size or len(head)], None
+                    size = len(rows_of_head)
                 for state in states:
                     with torch.autocast(target.device.type, torch.bfloat16, half):
                         drafts = serve_drafts(
                             drafter,
-                            head[:size],
+                            rows_of_head,
                             kept[drafter.config.exit_layer],
                             final,
                             batch.ids,
                             batch.prompt_len,
                             batch.length,
+                            vocab=vocab,
                             use_state=state,
                         )
                     if not drafts.settled:
@@ -189,14 +196,17 @@ def evaluate(args: argparse.Namespace) -> dict:
     target = Target(model, device)
     states = [True, False] if args.without_state else [True]
     sizes: list[int | None] = list(args.vocab) if args.vocab else [None]
+    if args.full_vocab:
+        _check_tied(folders)
+        sizes.append(FULL)
     counts = simulate(target, folders, store, sizes, args.tokens_per_batch, states)
     del target
     tables = {key: by_task(c.accepted, c.drafted, names) for key, c in counts.items()}
     lines = [
-        (f"{Path(n).name} V={size}" + ("" if state else " no state"), table)
+        (f"{Path(n).name} V={_words(size)}" + ("" if state else " no state"), table)
         for (n, size, state), table in tables.items()
     ]
-    best = max(tables, key=lambda key: tables[key]["avg"])
+    best = max((key for key in tables if key[1] != FULL), key=lambda key: tables[key]["avg"])
     average = tables[best]["avg"]
     report = {
         "drafter": Path(best[0]).name,
@@ -223,10 +233,20 @@ def evaluate(args: argparse.Namespace) -> dict:
     print(f"confidence is off by {report['calibration_error']:.3f} on average", file=sys.stderr)
     if len(tables) > 1:
         report["tables"] = [
-            {"drafter": Path(n).name, "vocab": size, "final_state": state, **table}
+            {"drafter": Path(n).name, "vocab": _words(size), "final_state": state, **table}
             for (n, size, state), table in tables.items()
         ]
     return {"ok": ok, **report}
+
+
+def _words(size: int) -> int | str:
+    return "all" if size == FULL else size
+
+
+def _check_tied(folders: list[Path]) -> None:
+    for folder in folders:
+        if not ExitConfig.load(folder).tied_head:
+            raise ValueError(f"--full-vocab: the drafter in {folder} has a head of its own only")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -238,6 +258,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts-per-task", type=int, help="0: all (default: all; 8 on a CPU)")
     parser.add_argument("--max-tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--vocab", type=int, nargs="*", help="prefixes of the draft vocabulary")
+    parser.add_argument(
+        "--full-vocab",
+        action="store_true",
+        help="also with every token of the model, to see what a reduced draft vocabulary loses",
+    )
     parser.add_argument("--without-state", action="store_true", help="also without final states")
     parser.add_argument("--tokens-per-batch", type=int, default=8192)
     parser.add_argument("--device", default="auto")

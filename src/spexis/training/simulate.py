@@ -60,6 +60,7 @@ def serve_drafts(
     ids: torch.Tensor,  # [batch, length]
     prompt_len: torch.Tensor,  # [batch]
     length: torch.Tensor,  # [batch]
+    vocab: torch.Tensor | None = None,  # [size] tokens of the head's rows; None: the drafter's own
     use_state: bool = True,
     max_passes: int = 100,
     chunk: int = 8192,
@@ -68,7 +69,9 @@ def serve_drafts(
     rows = answer_rows(prompt_len, length, ids.shape[1])
     where = rows.nonzero(as_tuple=True)
     next_ids = ids[where[0], where[1] + 1]
-    vocab = drafter.draft_vocab_ids[: head.shape[0]].to(ids.device).long()
+    if vocab is None:
+        vocab = drafter.draft_vocab_ids[: head.shape[0]]
+    vocab = vocab.to(ids.device).long()
     wrong = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     use_state = use_state and drafter.config.final_state_feature
     passes, settled = 0, False
