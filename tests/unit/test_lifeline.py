@@ -61,7 +61,7 @@ if __name__ == "__main__":
         target=core, args=(float(sys.argv[1]), sys.argv[2] == "ends"), name="EngineCore"
     )
     process.start()
-    process.join(8)
+    process.join(5)
     print("lives" if process.is_alive() else "gone", flush=True)
     process.kill()
 """

@@ -201,6 +201,7 @@ def fake_config(*, model=None, text=None, parallel=None, **changes):
     parallel_defaults = {
         "pipeline_parallel_size": 2,
         "nnodes": 1,
+        "tensor_parallel_size": 1,
         "distributed_executor_backend": "mp",
     }
     defaults = {
