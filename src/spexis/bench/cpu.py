@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder,
         )
         random = None
+        if args.output:  # should the second part fail, this one is kept
+            _save(args.output, _result(demo, None, time.monotonic() - begin), demo, None, args)
         if not args.demo_only:
             acceptance = statistics.mean(row["acceptance"] for row in demo.values())
             random = _random_part(prompts, acceptance, args, folder)
