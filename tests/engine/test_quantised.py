@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A quantised checkpoint: 8-bit weights and activations in the form of compressed-tensors.
 
+Slow, since it starts two engines and the other tests take most of the half hour that there is.
 Activations are rounded by token and products of 8-bit integers are exact, so texts equal stock
 vLLM's token for token. The drafter's own layers are not quantised; its hash is the checkpoint's.
 """
@@ -51,6 +52,7 @@ def quantise(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZATION}))
 
 
+@pytest.mark.slow
 def test_a_quantised_checkpoint_equals_stock(tmp_path):
     model = tmp_path / "int8"
     tiny.tiny_model("llama", model)

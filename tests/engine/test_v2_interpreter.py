@@ -102,6 +102,7 @@ def same(run: dict, stock: dict, name: str, what: tuple[str, ...]) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_the_stock_runners_agree(world: World):
     """The reference itself: V1 as the CPU ships it, V2 in the interpreter."""
     v1, v2 = world.stock(v2=False), world.stock(v2=True)
