@@ -60,20 +60,9 @@ def test_checks_of_one_stage(tmp_path, states: bool):
 
 @pytest.mark.slow
 def test_stage_step_benchmark():
-    options = [
-        "--model",
-        "tiny",
-        "--layers",
-        "2",
-        "--batches",
-        "1",
-        "3",
-        "--steps",
-        "2",
-        "--rounds",
-        "2",
-    ]
-    text = run("-m", "spexis.bench.stage_step", *options, "--context", "16", "--draft-vocab", "99")
+    sizes = ("--model", "tiny", "--layers", "2", "--context", "16", "--draft-vocab", "99")
+    work = ("--batches", "1", "3", "--steps", "2", "--rounds", "2")
+    text = run("-m", "spexis.bench.stage_step", *sizes, *work)
     result = json.loads(text.splitlines()[-1])
     assert [row["batch"] for row in result["ms"]] == [1, 3]
     for row in result["ms"]:

@@ -228,22 +228,29 @@ def model(tmp_path):
     return soak.prepare("tiny", tmp_path)
 
 
+@contextlib.contextmanager
+def started(nodes: type, cable: Cable, model: soak.Model, folder: Path):
+    """Both nodes, serving and looked at; what they said is shown when a test fails."""
+    log_path = folder / "node2.log"
+    with log_path.open("w") as log, nodes(cable, model, log) as two:
+        try:
+            two.server.wait_ready(240)
+            two.look()
+            yield two
+        finally:
+            print(two.server.tail(60), log_path.read_text()[-6000:])
+
+
 @pytest.mark.slow
 @BY
 def test_answers_are_stock_vllms_and_a_lost_stage_is_an_error(nodes, cable, model, tmp_path):
     requests = soak.make_requests(30, 0, model.vocab_size, model.decoder())
     wanted = soak.reference(model.path, requests, timeout=300)
-    log_path = tmp_path / "node2.log"
-    with log_path.open("w") as log, nodes(cable, model, log) as two:
-        try:
-            two.server.wait_ready(240)
-            found = soak.run_soak(two.server, requests, wanted, timeout=120, clients=16)
-            two.look()
-            kill = soak.kill_under_load(
-                two.server, "stage on the other node", model.vocab_size, strike=two.kill_stage
-            )
-        finally:
-            print(two.server.tail(60), log_path.read_text()[-6000:])  # shown when a test fails
+    with started(nodes, cable, model, tmp_path) as two:
+        found = soak.run_soak(two.server, requests, wanted, timeout=120, clients=16)
+        kill = soak.kill_under_load(
+            two.server, "stage on the other node", model.vocab_size, strike=two.kill_stage
+        )
         assert found.wrong == []
         assert 0.1 < found.acceptance < 0.9
         assert kill.errors == kill.clients
@@ -255,30 +262,18 @@ def test_answers_are_stock_vllms_and_a_lost_stage_is_an_error(nodes, cable, mode
 @pytest.mark.slow
 @BY
 def test_an_orderly_end_leaves_nothing(nodes, cable, model, tmp_path):
-    log_path = tmp_path / "node2.log"
-    with log_path.open("w") as log, nodes(cable, model, log) as two:
-        try:
-            two.server.wait_ready(240)
-            two.look()
-            assert soak.stop(two.server) == []
-            assert two.left(soak.GONE_WITHIN) == []
-        finally:
-            print(two.server.tail(60), log_path.read_text()[-6000:])
+    with started(nodes, cable, model, tmp_path) as two:
+        assert soak.stop(two.server) == []
+        assert two.left(soak.GONE_WITHIN) == []
 
 
 @pytest.mark.slow
 @BY
 def test_a_pulled_cable_is_an_error_on_both_ends(nodes, cable, model, tmp_path):
     """Nothing is closed, so only silence tells."""
-    log_path = tmp_path / "node2.log"
-    with log_path.open("w") as log, nodes(cable, model, log) as two:
-        try:
-            two.server.wait_ready(240)
-            two.look()
-            kill = soak.kill_under_load(two.server, "cable", model.vocab_size, strike=cable.pull)
-            left = two.left(SILENCE + soak.GONE_WITHIN)
-        finally:
-            print(two.server.tail(60), log_path.read_text()[-6000:])
+    with started(nodes, cable, model, tmp_path) as two:
+        kill = soak.kill_under_load(two.server, "cable", model.vocab_size, strike=cable.pull)
+        left = two.left(SILENCE + soak.GONE_WITHIN)
         assert kill.errors == kill.clients
         assert kill.error_seconds < SILENCE + soak.ERROR_WITHIN
         assert kill.left == []

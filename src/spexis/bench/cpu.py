@@ -68,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder,
         )
         random = None
-        if args.output:  # should the second part fail, this one is kept
-            _save(args.output, _result(demo, None, time.monotonic() - begin), demo, None, args)
         if not args.demo_only:
+            if args.output:  # should the second part fail, the first is kept
+                _save(args.output, _result(demo, None, time.monotonic() - begin), demo, None, args)
             acceptance = statistics.mean(row["acceptance"] for row in demo.values())
             random = _random_part(prompts, acceptance, args, folder)
     result = _result(demo, random, time.monotonic() - begin)

@@ -58,8 +58,15 @@ class DrafterMixin:
             return
         batch, guesses = self.execute_model_state.input_batch, self._draft()
         # Rows inside a prompt advance by their chunk; their guess is never looked at.
-        everyone = self.pp_handler.all_rows[: batch.num_reqs]
-        slots, positions = batch.idx_mapping, self.guess_positions
+        self._advance(batch.idx_mapping, self.guess_positions, guesses)
+
+    def _advance(
+        self,
+        slots: torch.Tensor,  # [R]; padded rows share the dummy slot, which nobody reads
+        positions: torch.Tensor,  # [R] of the guesses
+        guesses: Guesses,
+    ) -> None:
+        everyone = self.pp_handler.all_rows[: len(slots)]
         kernels.propose(self.first_stage, slots, positions, guesses.tokens, everyone)
         self.first_stage.confidence[slots.long()] = guesses.confidence
 
@@ -120,11 +127,7 @@ class DrafterMixin:
             is_prefill=rows.is_prefill[:num_rows],
             has_prefill=False,
         )
-        guesses = self.spexis_drafter.propose(draft_rows)
-        everyone = self.pp_handler.all_rows[:num_rows]
-        kernels.propose(self.first_stage, slots, ends, guesses.tokens, everyone)
-        # Padded rows share the dummy slot, which nobody reads.
-        self.first_stage.confidence[slots.long()] = guesses.confidence
+        self._advance(slots, ends, self.spexis_drafter.propose(draft_rows))
 
     # ----------------------------------------------------------------- capture
     def plan_draft_graphs(self) -> None:

@@ -34,7 +34,7 @@ from spexis.training.target import Target, pick_device
 
 WANTED_AVERAGE = 0.60
 WANTED_AGREEMENT = 0.02
-FULL = -1  # in place of a size: every token of the model, for drafters with its own head
+FULL = -1  # in place of a size: every token of the model, for drafters that have the model's head
 BINS = 10  # of confidence, for the reliability of a drafter's own probabilities
 
 
