@@ -54,6 +54,7 @@ def main() -> None:
         "logprobs_mode": "raw_logits",
         "attention_backend": "TRITON_ATTN",  # takes float32
         "gpu_memory_utilization": 0.15,
+        "kv_cache_memory_bytes": 1 << 30,  # so that other tests may start beside this one
         "max_num_seqs": ROWS,
     }
     with tempfile.TemporaryDirectory() as folder:
