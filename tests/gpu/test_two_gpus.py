@@ -4,7 +4,7 @@
 The requests are those of tests/engine/test_v2_interpreter.py (chunked prompts, penalties, seeds,
 a grammar, preemption, aborts), in float32 so that ties do not swap; the model is tiny, so this
 says nothing about speed. One test has vLLM's own check for waits on the device switched on. Then
-8-bit weights, where texts may part at ties, and the demo model (model_checks.py).
+8-bit weights and the demo model, where texts may part at ties (model_checks.py).
 """
 
 import json
@@ -124,12 +124,16 @@ def test_fp8_weights_part_only_at_ties(compare):
     assert 0 < found["counters"]["accepted"] < found["counters"]["drafts"]
 
 
-def test_a_real_model_equals_one_gpu(compare):
+def test_a_real_model_parts_from_one_gpu_only_at_ties(compare):
     pytest.importorskip("gguf", reason="the demo model is converted with gguf, not installed here")
     try:
         find_gguf()
     except RuntimeError as error:
         pytest.skip(str(error))
     found = compare("demo")
-    assert found["parted"] == 0
+    # Float32, yet kernels sum in an order that depends on the batch, and Triton's attention
+    # multiplies in TF32: of 32 texts one parted on two H200s, at a gap of .00014 between logits
+    # of which one in a thousand had moved by .006. Any wrong row moves them by far more.
+    assert found["bad"] == []
+    assert found["parted"] <= 3 and found["rounding"] < 0.03
     assert found["counters"]["accepted"] > 0.55 * found["counters"]["drafts"]
