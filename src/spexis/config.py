@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONFIG_KEY = "spexis"
+MODES = ("sp", "pp", "auto")
 
 # Keys of the drafter block, by method. Keys of other methods are refused rather than ignored.
 DRAFTER_KEYS: dict[str, tuple[str, ...]] = {
@@ -121,6 +122,10 @@ class SpexisConfig:
     """The guesses of the first stage."""
     placement: PlacementConfig | None = None
     """Layers per stage; null leaves the split to the exit drafter, else to vLLM (even)."""
+    mode: str = "sp"
+    """"sp": every request speculates; "pp": none does; "auto": whichever was measured faster."""
+    lookahead: bool = False
+    """Admit, hold and preempt by projected KV memory instead of by what fits now."""
     steps_in_flight: int | None = None
     """Steps handed to the pipeline at once, N to 2N for N stages; null leaves it to vLLM."""
     iteration_log: str | None = None
@@ -150,6 +155,8 @@ class SpexisConfig:
         return {
             "drafter": self.drafter.to_dict(),
             "placement": None if self.placement is None else self.placement.to_dict(),
+            "mode": self.mode,
+            "lookahead": self.lookahead,
             "steps_in_flight": self.steps_in_flight,
             "iteration_log": self.iteration_log,
             "timeline_log": self.timeline_log,
@@ -212,6 +219,12 @@ def _seconds(value: Any, path: str) -> float:
     raise ConfigError(f"{path} is {value!r}: allowed is a number of seconds, 0 or more")
 
 
+def _mode(value: Any, path: str) -> str:
+    if isinstance(value, str) and value in MODES:
+        return value
+    raise ConfigError(_bad_choice(path, value, MODES))
+
+
 def _method(value: Any, path: str) -> str:
     return value  # checked first, because it decides which keys are allowed
 
@@ -237,6 +250,8 @@ _PLACEMENT_FIELDS: dict[str, _Check] = {
 _FIELDS: dict[str, _Check] = {
     "drafter": DrafterConfig.from_dict,
     "placement": PlacementConfig.from_dict,
+    "mode": _mode,
+    "lookahead": _yes_or_no,
     "steps_in_flight": _whole_or_null,
     "iteration_log": _text_or_null,
     "timeline_log": _text_or_null,

@@ -31,6 +31,8 @@ def test_public_options_are_frozen():
     assert [f.name for f in dataclasses.fields(SpexisConfig)] == [
         "drafter",
         "placement",
+        "mode",
+        "lookahead",
         "steps_in_flight",
         "iteration_log",
         "timeline_log",

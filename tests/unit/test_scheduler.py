@@ -13,6 +13,8 @@ from random import Random
 import pytest
 
 from spexis.bench.pipeline import BrokenError, Pipeline, Row, Step, Target
+from spexis.core.lengths import LengthModel
+from spexis.core.mode import Mode
 from spexis.engine.verdict import NO_TOKEN
 
 pytestmark = pytest.mark.engine  # no engine starts, but vLLM is imported
@@ -37,7 +39,7 @@ def make_config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     (folder / "config.json").write_text(json.dumps(LLAMA))
 
-    def make(num_stages: int, steps_in_flight: int, policy: str):
+    def make(num_stages: int, steps_in_flight: int, policy: str, **more):
         from vllm.engine.arg_utils import EngineArgs
 
         from spexis import plugin
@@ -46,6 +48,7 @@ def make_config(tmp_path_factory):
         block = {
             "drafter": {"method": "synthetic", "acceptance": 0.5},
             "steps_in_flight": steps_in_flight,
+            **more,
         }
         config = EngineArgs(
             model=str(folder),
@@ -72,7 +75,11 @@ def make_config(tmp_path_factory):
 class RealScheduler:
     """vLLM's scheduler with Spexis' rules as Pipeline wants it: one history."""
 
-    def __init__(self, config, seed: int):
+    switches = False
+    """Whether speculation is switched off and on at random."""
+
+    def __init__(self, config, seed: int, tight: bool = False):
+        """tight: many requests, and blocks for little more than the longest of them."""
         import torch
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -89,6 +96,8 @@ class RealScheduler:
         self.target = Target(seed, r.randrange(2, 9), r.choice((0.0, 0.5, 0.8, 1.0)))
         self.num_blocks = r.randrange(30, 60)
         self.num_requests, self.num_arrived = r.randrange(2, 8), 0
+        if tight:
+            self.num_blocks, self.num_requests = r.randrange(30, 40), r.randrange(8, 16)
         self.chances = {k: r.choice((0.0, 0.02, 0.1)) for k in ("abort", "flush")}
         self.flushes = 5
         self.arrive = r.choice((0.2, 1.0))
@@ -109,10 +118,18 @@ class RealScheduler:
             log_stats=True,
         )
         self.real.max_num_scheduled_tokens = r.choice((3, 8, 64))
-        self.real.max_num_running_reqs = self.real.max_num_active_reqs = r.randrange(1, 5)
+        most = 8 if tight else r.randrange(1, 5)
+        self.real.max_num_running_reqs = self.real.max_num_active_reqs = most
+        if self.real.lookahead is not None:
+            self.real.lookahead.memory.lengths = LengthModel(prior_mean=12)
         self.tables: dict[str, list[int]] = {}
         self.text: dict[str, list[int]] = {}
         self.num_calls = self.num_ended = self.num_aborted = self.num_hits = 0
+        self.switch = r.choice((0.0, 0.02, 0.2))  # chance that the mode changes, where it may
+        self.opt_out = r.choice((0.0, 0.3))
+        self.plain_gaps: list[int] = []  # steps between rows of requests that must not speculate
+        self.last_row: dict[str, int] = {}
+        self.decisions: list[dict] = []
 
     def _conversation(self, length: int) -> list[int]:
         """A prompt with its answer, so that other requests' prompts hold what one generates."""
@@ -157,7 +174,11 @@ class RealScheduler:
             prompt = [*prompt, r.randrange(self.target.vocab_size)]
         stop = [r.randrange(self.target.vocab_size)] if r.random() < 0.2 else []
         params = SamplingParams(
-            temperature=0, max_tokens=r.randrange(1, 26), stop_token_ids=stop, ignore_eos=True
+            temperature=0,
+            max_tokens=r.randrange(1, 26),
+            stop_token_ids=stop,
+            ignore_eos=True,
+            extra_args={"spexis_speculate": False} if r.random() < self.opt_out else None,
         )
         self.text[req_id] = list(prompt)
         priority = r.randrange(3)  # looked at with that policy only
@@ -172,7 +193,11 @@ class RealScheduler:
         if self.flushes and self.random.random() < self.chances["flush"]:
             self.flushes -= 1
             self.real.reset_prefix_cache(reset_running_requests=True)
+        if self.switches and self.random.random() < self.switch:
+            self.real.mode = Mode.PP if self.real.mode is Mode.SP else Mode.SP
         output = self.real.schedule()
+        if self.real.lookahead is not None:
+            self.decisions += self.real.lookahead.take_decisions()
         step = Step(call=self.num_calls, finished=sorted(output.finished_req_ids), origin=output)
         computed = {}
         for new in output.scheduled_new_reqs:
@@ -188,12 +213,18 @@ class RealScheduler:
             new_blocks = list(blocks[0]) if blocks else []
             if req_id in cached.resumed_req_ids:
                 self.num_hits += count
+                self.last_row.pop(req_id, None)  # its prompt runs again, at once
                 self.tables[req_id] = new_blocks
                 step.bound.append((req_id, list(cached.all_token_ids[req_id])))
             else:
                 self.tables[req_id] = self.tables[req_id] + new_blocks
         for req_id, num_tokens in output.num_scheduled_tokens.items():
             is_decode = req_id in output.spexis_rows
+            if is_decode and self.real.requests[req_id].sampling_params.extra_args:
+                assert not output.spexis_rows[req_id]
+                call = self.num_calls
+                self.plain_gaps.append(call - self.last_row.get(req_id, -(10**6)))
+                self.last_row[req_id] = call
             table = self.tables[req_id]
             step.rows.append(
                 Row(req_id, self.target, computed[req_id], num_tokens, table, is_decode, False)
@@ -244,11 +275,15 @@ class RealScheduler:
         return Step(call=self.num_calls + 1, finished=sorted(self.real.finished_req_ids))
 
 
-def run(make_config, num_stages, more, seeds, policy="fcfs"):
-    totals = {"preemptions": 0, "hits": 0, "discarded": 0, "stale": 0}
-    config = make_config(num_stages, num_stages + more, policy)
+def run(
+    make_config, num_stages, more, seeds, policy="fcfs", switches=False, tight=False, **block
+):
+    totals = dict.fromkeys(("preemptions", "hits", "discarded", "stale", "held", "plain"), 0)
+    totals.update(waits=0, holds=0, evicts=0)
+    config = make_config(num_stages, num_stages + more, policy, **block)
     for seed in seeds:
-        scheduler = RealScheduler(config, seed)
+        scheduler = RealScheduler(config, seed, tight)
+        scheduler.switches = switches
         pipeline = Pipeline(
             num_stages=num_stages,
             steps_in_flight=num_stages + more,
@@ -265,7 +300,15 @@ def run(make_config, num_stages, more, seeds, policy="fcfs"):
         totals["preemptions"] += counters.preemptions
         totals["discarded"] += counters.discarded_rows
         totals["stale"] += counters.stale_rows
+        totals["held"] += counters.held
         totals["hits"] += scheduler.num_hits
+        totals["plain"] += len(scheduler.plain_gaps)
+        for decision in scheduler.decisions:
+            totals["waits"] += decision.get("admit", 1) == 0
+            totals["holds"] += bool(decision.get("hold"))
+            totals["evicts"] += bool(decision.get("evict"))
+        assert min(scheduler.plain_gaps, default=num_stages) >= num_stages
+        assert sum(scheduler.real.cadence.load) == 0
     return totals
 
 
@@ -275,7 +318,27 @@ def run(make_config, num_stages, more, seeds, policy="fcfs"):
 )
 def test_real_scheduler(make_config, num_stages, more, policy):
     totals = run(make_config, num_stages, more, range(30), policy=policy)
-    assert all(count > 20 for count in totals.values()), totals
+    for name in ("preemptions", "hits", "discarded", "stale", "plain"):
+        assert totals[name] > 20, totals
+    assert totals["held"] == totals["waits"] == totals["evicts"] == 0
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "more", "lookahead"), [(2, 1, False), (2, 0, True), (3, 1, True), (4, 0, False)]
+)
+def test_speculation_switched_off_and_on(make_config, num_stages, more, lookahead):
+    """At any moment, with rows of both kinds in flight, and with what look-ahead does."""
+    totals = run(make_config, num_stages, more, range(30), switches=True, lookahead=lookahead)
+    assert min(totals["preemptions"], totals["discarded"], totals["plain"]) > 20, totals
+
+
+@pytest.mark.parametrize(("num_stages", "more"), [(2, 1), (4, 4)])
+def test_lookahead_preempts_less_and_changes_no_token(make_config, num_stages, more):
+    """Few blocks: requests are kept waiting, held and preempted, and end with the right text."""
+    with_it = run(make_config, num_stages, more, range(20), tight=True, lookahead=True)
+    without = run(make_config, num_stages, more, range(20), tight=True)
+    assert with_it["waits"] > 50 and with_it["evicts"] > 0
+    assert with_it["preemptions"] < 0.7 * without["preemptions"]
 
 
 def test_counts_must_be_taken_back(make_config, monkeypatch):

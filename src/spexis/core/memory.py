@@ -49,6 +49,8 @@ class Running:
     """[R] limit of the answer."""
     cached: np.ndarray | None = None
     """[R] tokens that a prefix cache would give back."""
+    protected: np.ndarray | None = None
+    """[R] bool: evicted only where no other request is left (it was often enough already)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class MemoryLookahead:
             return Relief(none, none)
         remaining = self.lengths.expected_remaining(running.generated, running.max_tokens)
         pace = max(tokens_per_second * step_seconds / count, 1e-9)  # of one request, tokens a step
-        protected = np.zeros(count, bool)
+        protected = np.zeros(count, bool) if running.protected is None else running.protected.copy()
         protected[0] = True
 
         # Holding: those furthest from their end wait, a block each.

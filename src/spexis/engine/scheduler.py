@@ -2,24 +2,33 @@
 """Scheduler of speculative parallelism: every decode request is eligible at every step.
 
 Subclass of vLLM's AsyncScheduler, which already plans a request's next step before the
-present one has returned (output placeholders). Three things are added:
+present one has returned (output placeholders). Added:
 
 - a decode row need not wait until the request's last row left the pipeline;
 - a row that returns no token was discarded: its computed token and placeholder are taken
   back, so counts stay upper bounds of the device's and allocated blocks always suffice;
-- blocks enter the prefix cache only up to verified tokens.
+- blocks enter the prefix cache only up to verified tokens;
+- policies (core/) say which requests keep stock cadence, who is admitted, held or preempted.
 
 Only update_from_output() changes what a user can see, and it is vLLM's own: tokens reach it
 verified, so stop checks, streaming, logprobs, metrics and billing never meet a guess.
 """
 
+import time
+
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
 from spexis.config import SpexisConfig
+from spexis.core.cadence import Cadence
+from spexis.core.live_mode import LiveMode
+from spexis.core.mode import Mode
 from spexis.engine.lifeline import end_with_parent, end_with_workers
+from spexis.engine.lookahead import Lookahead
 from spexis.engine.nodes import may_span_nodes
+from spexis.engine.requests import speculates
 from spexis.engine.verdict import take_back
 from spexis.guards import check_sources
 from spexis.observability.counters import SpexisCounters
@@ -42,7 +51,15 @@ class SpexisScheduler(AsyncScheduler):
         # the worker has it, and the engine core waits for one pending result at most, which is
         # then that row's (a grammar's state needs the token).
         self.stock_cadence = max(self.num_stages, vllm_config.max_concurrent_batches - 1)
+        self.cadence = Cadence(self.stock_cadence)
         self.speculate = self.spexis_config.drafter.method != "none"
+        self.mode = Mode.SP if self.speculate else Mode.PP
+        self.live_mode = None
+        if self.speculate and self.spexis_config.mode != "sp":
+            self.mode = Mode.PP if self.spexis_config.mode == "pp" else Mode.SP
+            if self.spexis_config.mode == "auto":
+                # Rows of both modes are in flight for as many steps as the pipeline takes.
+                self.live_mode = LiveMode(settle=2 * vllm_config.max_concurrent_batches + 2)
         self.num_steps = 0  # non-empty steps scheduled
         self.num_verdicts = 0  # non-empty steps whose output came back
         self._owes_empty_step = False  # to workers that leave receives for later (v2_handler.py)
@@ -51,8 +68,21 @@ class SpexisScheduler(AsyncScheduler):
         self.counters = SpexisCounters(num_stages=self.num_stages)
         self.iteration_log = IterationLog.open(self.spexis_config.iteration_log)
         self._cache_only_verified_blocks()
+        self.lookahead = Lookahead(self) if self.spexis_config.lookahead else None
+        self._last_output_time: float | None = None  # None: the pipeline ran empty since
 
     # ------------------------------------------------------------- scheduling
+    def schedule(self, *args, **kwargs) -> SchedulerOutput:
+        if self.num_steps == self.num_verdicts and not self.running:
+            self._last_output_time = time.monotonic()  # idle until now
+        if self.lookahead is None:
+            return super().schedule(*args, **kwargs)
+        most, self.max_num_active_reqs = self.max_num_active_reqs, self.lookahead.before_schedule()
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_active_reqs = most
+
     def has_finished_requests(self) -> bool:
         """Keeps the engine core stepping once more, also where no request has ended (a pause)."""
         return super().has_finished_requests() or self._owes_empty_step
@@ -74,9 +104,11 @@ class SpexisScheduler(AsyncScheduler):
             rows[req_id] = not is_first and self.current_step - last_call < self.num_stages
             self._last_row_call[req_id] = self.current_step
             # A grammar's state follows verified tokens only, so those keep stock cadence.
-            wait = not self.speculate or request.use_structured_output
-            request.next_decode_eligible_step = (
-                self.current_step + self.stock_cadence if wait else 0
+            plain = (
+                self.mode is Mode.PP or request.use_structured_output or not speculates(request)
+            )
+            request.next_decode_eligible_step = self.cadence.next_step(
+                req_id, self.current_step, plain
             )
         scheduler_output.spexis_rows = rows
         # Workers may apply verdicts up to here without waiting (runner_v1.py).
@@ -101,9 +133,12 @@ class SpexisScheduler(AsyncScheduler):
 
     def _free_request(self, request, *args, **kwargs):
         self._forget(request.request_id)
+        if self.lookahead is not None and request.status is not RequestStatus.FINISHED_ABORTED:
+            self.lookahead.ended(request.num_output_tokens)
         return super()._free_request(request, *args, **kwargs)
 
     def _forget(self, req_id: str) -> None:
+        self.cadence.forget(req_id)
         self._last_row_call.pop(req_id, None)
         self._chain_broken.discard(req_id)
 
@@ -113,9 +148,27 @@ class SpexisScheduler(AsyncScheduler):
     ):
         if scheduler_output.num_scheduled_tokens:
             self.num_verdicts += 1
+            tokens = self.counters.tokens
             self._take_back_discarded(scheduler_output, model_runner_output)
+            self._learn(scheduler_output, self.counters.tokens - tokens)
             self.iteration_log.write(self, scheduler_output)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _learn(self, scheduler_output: SchedulerOutput, tokens: int) -> None:
+        """What the policies want to know of a step that came back."""
+        if self.lookahead is None and self.live_mode is None:
+            return
+        now, last = time.monotonic(), self._last_output_time
+        self._last_output_time = now
+        seconds = now - last if last is not None else 0.0
+        running = sum(not request.is_prefill_chunk for request in self.running)
+        num_decode_rows = len(scheduler_output.spexis_rows)
+        prefill_tokens = scheduler_output.total_num_scheduled_tokens - num_decode_rows
+        if self.lookahead is not None:
+            self.lookahead.pace.observe(seconds, tokens, running, prefill_tokens)
+        if self.live_mode is not None:
+            self.mode = self.live_mode.observe(seconds, tokens, running, prefill_tokens)
+            self.counters.mode_changes = self.live_mode.num_changes
 
     def make_stats(self, *args, **kwargs):
         return attach(super().make_stats(*args, **kwargs), self.counters)

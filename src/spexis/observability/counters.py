@@ -39,6 +39,7 @@ FIELDS = (
     "drafts",
     "accepted",
     "idle_slots",
+    "mode_changes",
 )
 
 
@@ -72,6 +73,8 @@ class SpexisCounters:
     """Guesses that were right."""
     idle_slots: int = 0
     """Stage steps without work, all stages together."""
+    mode_changes: int = 0
+    """Times that speculation was switched on or off (`mode`: "auto")."""
     _taken: dict[str, int] = field(default_factory=dict, repr=False)
 
     def observe_step(

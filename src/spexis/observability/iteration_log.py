@@ -5,7 +5,9 @@
 
     {"step": 7, "time": 1764400000.123456, "rows": {"prompt": 0, "token": 3, "discarded": 1,
      "stale": 0}, "scheduled_tokens": 4, "drafts": 2, "accepted": 1, "running": 4, "waiting": 0,
-     "kv_usage": 0.012}
+     "kv_usage": 0.012, "mode": "sp"}
+
+With look-ahead also its decisions since the last line, with their inputs (engine/lookahead.py).
 
 Invariant: lines are in step order, and the sums over a file equal the scheduler's counters. A log
 that was not asked for costs one method call a step.
@@ -61,7 +63,10 @@ class IterationLog:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "kv_usage": round(scheduler.kv_cache_manager.usage, 4),
+            "mode": str(scheduler.mode),
         }
+        if scheduler.lookahead is not None:
+            line["lookahead"] = scheduler.lookahead.take_decisions()
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:

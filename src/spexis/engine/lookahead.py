@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's eyes on KV memory: core/memory.py, asked before each of vLLM's steps.
+
+    lookahead = Lookahead(scheduler)
+    limit = lookahead.before_schedule()      # requests that may be in `running` after this step
+    lookahead.observe(...)                   # a step came back
+    lookahead.ended(request)                 # an answer ended by itself or by its limit
+
+vLLM admits what fits now and, when blocks run out, preempts the newest request. Here a waiting
+request is admitted only while the projected peak fits; where blocks are about to be short, some
+requests wait a step or one is preempted, whichever gives up fewer tokens. vLLM's own way stays
+behind it: what is overlooked here ends as it would have.
+
+Two short cuts keep a step's cost at nothing as long as memory is ample: blocks cannot be short if
+there are more than any step can take, and the outlook is renewed every few steps only.
+
+Invariant: only vLLM's own means are used (`_preempt_request`, a request's eligible step, the limit
+of active requests), so a wrong forecast costs time, never a token. Every decision is noted with
+its inputs for the iteration log (`decisions`), so that it can be computed again.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spexis.core.law import acceptance_for
+from spexis.core.memory import MemoryLookahead, Outlook, Running
+from spexis.core.pace import Pace
+
+if TYPE_CHECKING:
+    from spexis.engine.scheduler import SpexisScheduler
+
+OUTLOOK_EVERY = 8  # steps
+CANDIDATES = 8  # of the queue, looked at together
+MOST_PREEMPTIONS = 2  # of one request, as long as there is another choice
+
+
+class Lookahead:
+    def __init__(self, scheduler: SpexisScheduler):
+        self.scheduler = scheduler
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self.tables = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        self.block_size = scheduler.block_size
+        self.num_blocks = self.pool.num_gpu_blocks - 1  # one is vLLM's null block
+        self.memory = MemoryLookahead(
+            self.num_blocks * self.block_size, scheduler.num_stages, block_size=self.block_size
+        )
+        self.pace = Pace(scheduler.num_stages)
+        self.decisions: list[dict[str, Any]] = []
+        self._outlook: Outlook | None = None
+        self._outlook_step = self._refused_step = -OUTLOOK_EVERY
+        self._seen_running = 0
+
+    # -- before a step ---------------------------------------------------------------------------
+
+    def before_schedule(self) -> int:
+        """Holds and preempts where blocks would be short; how many requests may run then."""
+        evicted = self._relieve()
+        s = self.scheduler
+        present = len(s.running) + s.num_waiting_for_streaming_input
+        if evicted:
+            # As vLLM: a request that came back in the step it was preempted in would be taken by
+            # the workers for one that never left.
+            return min(s.max_num_active_reqs, present)
+        return self._limit(s.max_num_active_reqs, present)
+
+    def _limit(self, most: int, present: int) -> int:
+        s = self.scheduler
+        if not s.waiting or present >= most:
+            return most
+        step = s.current_step
+        if self._seen_running != len(s.running):  # admitted, ended or preempted since
+            self._outlook = None
+        recent = step - self._outlook_step < OUTLOOK_EVERY
+        if self._outlook is None or not recent:
+            running = self._running()
+            self._outlook = self._project(running)
+            self._outlook_step, self._seen_running = step, len(s.running)
+        elif self._refused_step >= self._outlook_step:
+            return present
+        # Not those whose late outputs are still on their way: vLLM skips them in this step.
+        candidates = [
+            r
+            for r in islice(s.waiting, CANDIDATES)
+            if not r.num_stale_output_tokens or r.drop_stale_output
+        ]
+        kv_tokens = np.array([r.num_tokens - self._shared(r) for r in candidates])
+        generated = np.array([r.num_output_tokens for r in candidates])
+        max_tokens = np.array([r.max_tokens for r in candidates])
+        count = self.memory.admit(self._outlook, kv_tokens, generated, max_tokens, len(s.running))
+        if count < len(candidates):
+            self._refused_step = step
+            self.decisions.append(
+                {
+                    "admit": count,
+                    "of": [r.request_id for r in candidates],
+                    "kv_tokens": kv_tokens.tolist(),
+                    "generated": generated.tolist(),
+                    "max_tokens": max_tokens.tolist(),
+                    "num_running": len(s.running),
+                    "outlook": self._described(),
+                }
+            )
+        return min(most, present + count)
+
+    def _relieve(self) -> bool:
+        """Makes room for the coming step. Was a request preempted?"""
+        s, free = self.scheduler, self.pool.get_num_free_blocks()
+        budget = s.max_num_scheduled_tokens
+        # A row takes one block at most, prompt chunks the budget's worth and one each.
+        if free > 2 * len(s.running) + budget // self.block_size:
+            return False
+        missing = self._missing(s.current_step + 1, budget)
+        short = int(missing.sum()) - free
+        if short <= 0 or len(s.running) < 2 or s.policy.value == "priority":
+            return False
+        running, requests = self._running(), list(s.running)
+        self._outlook = self._project(running)
+        self._outlook_step, self._seen_running = s.current_step, len(requests)
+        relief = self.memory.relieve(
+            self._outlook,
+            running,
+            missing > 0,
+            float(short * self.block_size),
+            self.pace.tokens_per_second,
+            self.pace.prefill_seconds_per_token,
+            self.pace.step_seconds,
+        )
+        self.decisions.append(
+            {
+                "hold": [requests[i].request_id for i in relief.hold],
+                "evict": [requests[i].request_id for i in relief.evict],
+                "kv_tokens": running.kv_tokens.tolist(),
+                "generated": running.generated.tolist(),
+                "max_tokens": running.max_tokens.tolist(),
+                "protected": running.protected.tolist(),
+                "wants": (missing > 0).tolist(),
+                "short_tokens": short * self.block_size,
+                "pace": self.pace.described(),
+                "outlook": self._described(),
+            }
+        )
+        for i in relief.hold:
+            request = requests[i]
+            request.next_decode_eligible_step = max(
+                request.next_decode_eligible_step, s.current_step + 2
+            )
+            s.counters.held += 1
+        for i in relief.evict:
+            s.running.remove(requests[i])
+            s._preempt_request(requests[i], time.monotonic())
+        return len(relief.evict) > 0
+
+    # -- what the policies look at -----------------------------------------------------------------
+
+    def _missing(self, step: int, budget: int) -> np.ndarray:
+        """[R] blocks that each running request takes in the coming step, in vLLM's order."""
+        found = np.zeros(len(self.scheduler.running), np.int64)
+        for i, request in enumerate(self.scheduler.running):
+            if step < request.next_decode_eligible_step or budget <= 0:
+                continue
+            known = request.num_tokens + request.num_output_placeholders
+            tokens = min(known - request.num_computed_tokens, budget)
+            if tokens <= 0:
+                continue
+            budget -= tokens
+            blocks = -(-(request.num_computed_tokens + tokens) // self.block_size)
+            found[i] = max(blocks - len(self.tables.get(request.request_id, ())), 0)
+        return found
+
+    def _running(self) -> Running:
+        """In order of admission: vLLM appends to `running`."""
+        requests = self.scheduler.running
+        return Running(
+            kv_tokens=np.array([r.num_tokens for r in requests]),
+            generated=np.array([r.num_output_tokens for r in requests]),
+            max_tokens=np.array([r.max_tokens for r in requests]),
+            protected=np.array(
+                [
+                    r.num_preemptions >= MOST_PREEMPTIONS
+                    or not self.scheduler._request_blocks_can_be_freed(r)
+                    for r in requests
+                ]
+            ),
+        )
+
+    def _project(self, running: Running) -> Outlook:
+        # Blocks that several requests hold are counted once per request in what follows, so the
+        # room is larger by as much.
+        held = sum(len(self.tables.get(r.request_id, ())) for r in self.scheduler.running)
+        used = self.num_blocks - self.pool.get_num_free_blocks()
+        shared = max(held - used, 0)
+        self.memory.capacity = (self.num_blocks + shared) * self.block_size
+        n = self.scheduler.num_stages
+        return self.memory.project(running, acceptance_for(self.pace.tokens_per_row_step, n))
+
+    def _shared(self, request: Any) -> int:
+        """Tokens of a waiting request that lie in blocks which running ones hold."""
+        if not request.block_hashes or not self.scheduler.kv_cache_manager.enable_caching:
+            return 0
+        blocks, _ = self.scheduler.kv_cache_manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )[:2]
+        return sum(block.ref_cnt > 0 for block in blocks[0]) * self.block_size
+
+    # -- what comes back ---------------------------------------------------------------------------
+
+    def ended(self, output_tokens: int) -> None:
+        self.memory.lengths.observe(output_tokens)
+        self._outlook = None
+
+    def take_decisions(self) -> list[dict[str, Any]]:
+        decisions, self.decisions = self.decisions, []
+        return decisions
+
+    @property
+    def forecast_tokens(self) -> int:
+        """Upper quantile of the KV tokens held in the steps to come, as last projected."""
+        return int(self._outlook.peak) if self._outlook is not None else 0
+
+    def _described(self) -> dict[str, Any]:
+        outlook = self._outlook
+        return {
+            "mean": outlook.mean.tolist(),
+            "variance": outlook.variance.tolist(),
+            "capacity": self.memory.capacity,
+        }
