@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live mode control: finds the faster mode, stays there, tries the other seldom, follows changes."""
+"""Live mode control: finds the faster mode, stays there, tries the other seldom."""
 
 from random import Random
 

@@ -275,9 +275,7 @@ class RealScheduler:
         return Step(call=self.num_calls + 1, finished=sorted(self.real.finished_req_ids))
 
 
-def run(
-    make_config, num_stages, more, seeds, policy="fcfs", switches=False, tight=False, **block
-):
+def run(make_config, num_stages, more, seeds, policy="fcfs", switches=False, tight=False, **block):
     totals = dict.fromkeys(("preemptions", "hits", "discarded", "stale", "held", "plain"), 0)
     totals.update(waits=0, holds=0, evicts=0)
     config = make_config(num_stages, num_stages + more, policy, **block)

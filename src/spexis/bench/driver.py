@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spexis.bench.engines import EngineSpec, Work, build_llm
+from spexis.bench.recompute import Recomputed
 from spexis.bench.scenario import Context, Request
 from spexis.bench.scenarios import SCENARIOS
 
@@ -61,8 +62,14 @@ def run_work(llm, item: Work, context: Context, is_stock: bool, emit) -> dict:
         requests, actions = scenario.build(context), scenario.actions
     counters = getattr(scheduler, "counters", None)
     before = counters.snapshot() if counters else {}
+    lookahead = getattr(scheduler, "lookahead", None)
+    policy_before = lookahead.seconds if lookahead else 0.0
+    recomputed = Recomputed.on(scheduler)
+    recomputed.reset()
     begin = time.monotonic()
-    finals, steps = drive(llm, requests, {} if is_stock else actions, is_stock, emit, item.name)
+    finals, times, steps = drive(
+        llm, requests, {} if is_stock else actions, is_stock, emit, item.name
+    )
     seconds = time.monotonic() - begin
     _drain(llm)
     after = counters.snapshot() if counters else {}
@@ -70,9 +77,13 @@ def run_work(llm, item: Work, context: Context, is_stock: bool, emit) -> dict:
     grown = {key: value - before[key] for key, value in after.items()}
     return {
         "rows": [_row(r, final, is_stock) for r, final in zip(requests, finals, strict=True)],
+        "times": times,
         "stock": is_stock,
         "counters": grown,
         "preemptions": grown.get("preemptions", 0),
+        "preempted": sorted(recomputed.preemptions.values(), reverse=True),
+        "recomputed_tokens": recomputed.tokens,
+        "policy_seconds": lookahead.seconds - policy_before if lookahead else 0.0,
         "free_blocks": pool.get_num_free_blocks(),
         "num_blocks": pool.num_gpu_blocks,  # one of them is vLLM's null block
         "requests_left": len(scheduler.requests),
@@ -83,18 +94,29 @@ def run_work(llm, item: Work, context: Context, is_stock: bool, emit) -> dict:
 
 
 def drive(llm, requests: list[Request], actions, is_stock: bool, emit, name: str):
-    """Returns each request's newest outputs (None: nothing came) and the number of steps."""
+    """(newest outputs, seconds, number of steps).
+
+    Outputs are by request, None where nothing came. So are the seconds since this call began: [the
+    request was due, its first token, its end], the latter two None where they never came.
+    """
     engine = llm.llm_engine
     drive.run = getattr(drive, "run", 0) + 1  # request ids are never used twice
     ids = [f"{drive.run}-{i}" for i in range(len(requests))]
-    arrivals = sorted(range(len(requests)), key=lambda i: requests[i].arrive)
+    arrivals = sorted(
+        range(len(requests)), key=lambda i: (requests[i].arrive_seconds, requests[i].arrive)
+    )
+    times = {ids[i]: [requests[i].arrive_seconds, None, None] for i in arrivals}
+    begin = time.monotonic()
     aborts: dict[int, list[str]] = {}
     finals: dict[str, Any] = {}
     step = done = 0
     while arrivals or engine.has_unfinished_requests():
         if not engine.has_unfinished_requests():
             step = max(step, requests[arrivals[0]].arrive)  # nothing to wait for
+            time.sleep(max(requests[arrivals[0]].arrive_seconds - (time.monotonic() - begin), 0))
         while arrivals and requests[arrivals[0]].arrive <= step:
+            if requests[arrivals[0]].arrive_seconds > time.monotonic() - begin:
+                break
             i = arrivals.pop(0)
             prompt = {"prompt_token_ids": requests[i].prompt}
             engine.add_request(ids[i], prompt, requests[i].params, priority=requests[i].priority)
@@ -113,11 +135,14 @@ def drive(llm, requests: list[Request], actions, is_stock: bool, emit, name: str
             longest = max(len(answer.token_ids) for answer in answers.values())
             if abort_at is not None and longest >= abort_at and not (is_stock or output.finished):
                 aborts.setdefault(step + 1, []).append(output.request_id)
+            now = time.monotonic() - begin
+            times[output.request_id][1] = times[output.request_id][1] or now
             if output.finished:
+                times[output.request_id][2] = now
                 done += 1
                 emit(event="progress", name=name, done=done, of=len(requests))
         step += 1
-    return [finals.get(request_id) for request_id in ids], step
+    return [finals.get(i) for i in ids], [times[i] for i in ids], step
 
 
 def _drain(llm) -> None:
@@ -175,7 +200,8 @@ def _request_from_row(row: dict) -> Request:
     from vllm import SamplingParams
 
     params = SamplingParams(**{"temperature": 0.0, **row.get("params", {})})
-    return Request(prompt=row["prompt_token_ids"], params=params)
+    arrive = row.get("arrive_seconds", 0.0)
+    return Request(prompt=row["prompt_token_ids"], params=params, arrive_seconds=arrive)
 
 
 def _row(request: Request, final, is_stock: bool) -> dict:

@@ -24,6 +24,8 @@ class Request:
     params: Any  # SamplingParams
     arrive: int = 0
     """Steps after the scenario began."""
+    arrive_seconds: float = 0.0
+    """Not before so many seconds, either."""
     abort: int | None = None
     """Steps after its arrival. The stock engine lets it finish: partial answers are prefixes."""
     abort_at: int | None = None

@@ -28,7 +28,7 @@ import numpy as np
 LONGEST = 4096  # tokens; an answer longer than that is taken to go on to its own limit
 MEMORY = 4000  # answers that count
 PRIOR_ANSWERS = 20.0
-REFRESH = 64  # answers between two updates of the table
+REFRESH = 64  # answers between two updates of the table, once many were seen
 
 
 class LengthModel:
@@ -39,12 +39,15 @@ class LengthModel:
         self._longer = PRIOR_ANSWERS * (1 - hazard) ** (LONGEST + 1)
         self._counts = np.zeros(LONGEST + 1)
         self._fresh: list[int] = []
+        self.num_observed = 0
         self._tabulate()
 
     def observe(self, output_tokens: int) -> None:
         """An answer ended by itself or by its limit."""
         self._fresh.append(min(max(output_tokens, 1), LONGEST + 1) - 1)
-        if len(self._fresh) >= REFRESH:
+        self.num_observed += 1
+        # The first answers of a server say most, so they count at once.
+        if len(self._fresh) >= min(REFRESH, 1 + self.num_observed // 8):
             self._counts *= 0.5 ** (len(self._fresh) / MEMORY)
             np.add.at(self._counts, self._fresh, 1.0)
             self._fresh.clear()

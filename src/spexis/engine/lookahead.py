@@ -51,6 +51,8 @@ class Lookahead:
         )
         self.pace = Pace(scheduler.num_stages)
         self.decisions: list[dict[str, Any]] = []
+        self.seconds = 0.0
+        """Spent in here, all steps together."""
         self._outlook: Outlook | None = None
         self._outlook_step = self._refused_step = -OUTLOOK_EVERY
         self._seen_running = 0
@@ -59,14 +61,18 @@ class Lookahead:
 
     def before_schedule(self) -> int:
         """Holds and preempts where blocks would be short; how many requests may run then."""
+        begin = time.perf_counter()
         evicted = self._relieve()
         s = self.scheduler
         present = len(s.running) + s.num_waiting_for_streaming_input
         if evicted:
             # As vLLM: a request that came back in the step it was preempted in would be taken by
             # the workers for one that never left.
-            return min(s.max_num_active_reqs, present)
-        return self._limit(s.max_num_active_reqs, present)
+            limit = min(s.max_num_active_reqs, present)
+        else:
+            limit = self._limit(s.max_num_active_reqs, present)
+        self.seconds += time.perf_counter() - begin
+        return limit
 
     def _limit(self, most: int, present: int) -> int:
         s = self.scheduler
@@ -211,7 +217,7 @@ class Lookahead:
 
     def ended(self, output_tokens: int) -> None:
         self.memory.lengths.observe(output_tokens)
-        self._outlook = None
+        # Not the outlook: it is renewed because there is one less in `running`.
 
     def take_decisions(self) -> list[dict[str, Any]]:
         decisions, self.decisions = self.decisions, []

@@ -104,9 +104,7 @@ class SpexisScheduler(AsyncScheduler):
             rows[req_id] = not is_first and self.current_step - last_call < self.num_stages
             self._last_row_call[req_id] = self.current_step
             # A grammar's state follows verified tokens only, so those keep stock cadence.
-            plain = (
-                self.mode is Mode.PP or request.use_structured_output or not speculates(request)
-            )
+            plain = self.mode is Mode.PP or request.use_structured_output or not speculates(request)
             request.next_decode_eligible_step = self.cadence.next_step(
                 req_id, self.current_step, plain
             )
@@ -119,6 +117,7 @@ class SpexisScheduler(AsyncScheduler):
             num_speculative_rows=sum(rows.values()),
             num_in_flight=self.num_steps - self.num_verdicts,
         )
+        self.counters.plain_steps += self.mode is Mode.PP
 
     def _make_cached_request_data(self, *args, **kwargs):
         data = super()._make_cached_request_data(*args, **kwargs)

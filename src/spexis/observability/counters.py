@@ -39,6 +39,7 @@ FIELDS = (
     "drafts",
     "accepted",
     "idle_slots",
+    "plain_steps",
     "mode_changes",
 )
 
@@ -73,6 +74,8 @@ class SpexisCounters:
     """Guesses that were right."""
     idle_slots: int = 0
     """Stage steps without work, all stages together."""
+    plain_steps: int = 0
+    """Steps scheduled while speculation was off for all requests."""
     mode_changes: int = 0
     """Times that speculation was switched on or off (`mode`: "auto")."""
     _taken: dict[str, int] = field(default_factory=dict, repr=False)

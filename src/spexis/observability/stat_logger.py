@@ -9,6 +9,7 @@ Series (labels model_name, engine; counters end in _total):
     spexis:pipeline_slot{stage,kind}   row passes per stage: prompt, real, draft, discarded, stale;
                                        kind idle: steps the stage had no work
     spexis:steps, spexis:tokens, spexis:discarded_rows, spexis:held_rows
+    spexis:plain_steps, spexis:mode_changes
     spexis:drafts{drafter_version}, spexis:accepted_drafts{drafter_version}
 
 Invariant: every series is a counter, so several API servers add up; rates are the reader's work.
@@ -72,6 +73,8 @@ class SpexisStatLogger(AggregateStatLoggerBase):
             "tokens": counter("tokens", "Tokens verified by the last stage."),
             "discarded_rows": counter("discarded_rows", "Rows run on or behind a wrong guess."),
             "held": counter("held_rows", "Guesses not run on purpose."),
+            "plain_steps": counter("plain_steps", "Steps while speculation was off for all."),
+            "mode_changes": counter("mode_changes", "Times speculation went off or on."),
         }
         self._by_version = {
             "drafts": counter("drafts", "Guesses whose truth is known.", "drafter_version"),

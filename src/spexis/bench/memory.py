@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does look-ahead save recomputing where KV memory is short, and cost nothing where it is not?
+
+    python -m spexis.bench.memory                              # make bench-memory
+    python -m spexis.bench.memory --trace azure2023_conv.csv.gz --blocks 72 --rounds 3
+
+The demo model at PP=2 on a CPU, few KV blocks, requests that come faster than they are served.
+Three engines in alternation, each round with other requests: stock vLLM, Spexis, Spexis with
+look-ahead; then Spexis with and without look-ahead where memory is ample. Lengths are the Azure
+conversation trace's (2023), prompts scaled by 1/8 and answers by 1/2: its quantiles, or the trace
+itself by --trace.
+
+No engine may know an answer's length beforehand, so it is not the limit that ends it: a reference
+run writes each answer longer than wanted, and the request's stop token is one that first occurs
+about where the answer shall end. The reference also says what every answer must be.
+
+Invariant: a ratio is of engines that were given the same requests at the same seconds; an answer
+that differs from the reference's makes "ok" false.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from spexis.bench import machine
+from spexis.bench.engines import EngineRun, EngineSpec, Work, kill_on_signals, run_engine
+from spexis.bench.prompts import BUILT_IN, chat_token_ids
+
+# Quantiles 0, 5 .. 100 % of the Azure LLM inference trace 2023, conversations (19,366 requests).
+PROMPTS = (2, 181, 207, 372, 387, 396, 403, 414, 703, 984, 1020)
+PROMPTS += (1045, 1071, 1097, 1130, 1189, 1315, 1876, 2734, 4083, 14050)
+ANSWERS = (7, 41, 54, 67, 77, 85, 91, 96, 103, 113, 129)
+ANSWERS += (151, 177, 217, 384, 395, 400, 411, 424, 451, 1000)
+PROMPT_SCALE, ANSWER_SCALE = 1 / 8, 1 / 2
+MOST = 384  # tokens of a prompt; of an answer
+LIMIT = 400  # max_tokens that every request states
+SLACK = 24  # tokens of the reference beyond the wanted end
+WANTED = {"recomputed_ratio": 0.5, "throughput_ratio": 1.10, "p99_ratio": 1.05}
+WANTED_PREEMPTED, WANTED_POLICY, WANTED_AMPLE = 0.30, 0.01, 0.97
+ENGINES = ("stock", "off", "on")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    kill_on_signals()
+    bench = Bench(args)
+    try:
+        for number in range(args.rounds):
+            bench.round(number)
+        for number in range(args.ample_rounds):
+            bench.ample(number)
+    finally:
+        bench.bar.close()
+    result = summary(bench.runs, bench.failures)
+    result.update(
+        date=time.strftime("%Y-%m-%d"),
+        command=machine.command(),
+        hardware=machine.hardware(),
+        versions=machine.versions(),
+        runs=bench.runs,
+        failures=bench.failures,
+    )
+    if args.output:
+        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+    print(table(bench.runs))
+    keys = ("name", "ok", *WANTED, "different", "stock_preempted", "most_preemptions")
+    print(json.dumps({k: result[k] for k in (*keys, "ample_throughput_ratio", "policy_share")}))
+    return 0
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        from spexis.demo_model import demo_model_dir
+
+        self.args, self.model = args, demo_model_dir()
+        self.runs: list[dict[str, Any]] = []
+        self.failures: list[str] = []
+        total = args.rounds * (1 + len(ENGINES)) + args.ample_rounds * 3
+        self.bar = tqdm(total=total, unit="engine", file=sys.stderr, dynamic_ncols=True)
+
+    def round(self, number: int) -> None:
+        rows, wanted = self.requests(number, self.args.requests)
+        warm, _ = self.requests(1000 + number, self.args.warm)
+        # Another order each round: machines change slowly.
+        order = ENGINES[number % 3 :] + ENGINES[: number % 3]
+        for engine in order:
+            self.measure(engine, "short", number, rows, wanted, warm, self.args.blocks)
+
+    def ample(self, number: int) -> None:
+        rows, wanted = self.requests(2000 + number, self.args.requests)
+        warm, _ = self.requests(1000 + number, self.args.warm)
+        for engine in ("off", "on") if number % 2 else ("on", "off"):
+            self.measure(engine, "ample", number, rows, wanted, warm, 2048)
+
+    def requests(self, seed: int, count: int) -> tuple[list[dict], list[list[int]]]:
+        """(rows for the engines, the answers they must give)."""
+        rng = random.Random(seed)
+        lengths = draw_lengths(rng, count, self.args.trace)
+        pieces = chat_token_ids(self.model, list(BUILT_IN))
+        rows, at = [], 0.0
+        for prompt, answer in lengths:
+            tokens: list[int] = []
+            while len(tokens) < prompt:
+                tokens += rng.choice(pieces)
+            # The end of a question stays the end, whatever is cut off in front.
+            rows.append({"prompt_token_ids": tokens[-prompt:], "arrive_seconds": at, "n": answer})
+            at += rng.expovariate(self.args.rate)
+        reference = [
+            {
+                "prompt_token_ids": row["prompt_token_ids"],
+                "params": {"max_tokens": row["n"] + SLACK, "ignore_eos": True},
+            }
+            for row in rows
+        ]
+        run = self.run(EngineSpec(model=self.model, options=options(2048)), reference, "reference")
+        answers = [row["outputs"][0]["token_ids"] for row in run["requests"]["rows"]]
+        wanted = []
+        for row, answer in zip(rows, answers, strict=True):
+            end = stop_position(answer, row.pop("n"))
+            row["params"] = {
+                "max_tokens": LIMIT,
+                "ignore_eos": True,
+                "stop_token_ids": [answer[end]],
+            }
+            wanted.append(answer[: end + 1])
+        return rows, wanted
+
+    def measure(self, engine, memory, number, rows, wanted, warm, blocks) -> None:
+        spec = EngineSpec(
+            model=self.model,
+            stages=2,
+            drafter=None if engine == "stock" else {"method": "exit"},
+            settings={"lookahead": True} if engine == "on" else {},
+            options=options(blocks),
+        )
+        run = self.run(spec, rows, f"{memory} {number + 1}: {engine}", warm)
+        result = run["requests"]
+        answers = [row["outputs"][0]["token_ids"] for row in result["rows"]]
+        latencies = [end - due for due, _, end in result["times"]]
+        self.runs.append(
+            {
+                "engine": engine,
+                "memory": memory,
+                "round": number,
+                "requests": len(rows),
+                "seconds": result["seconds"],
+                "tokens_per_second": sum(map(len, answers)) / result["seconds"],
+                "latency_p50": float(np.quantile(latencies, 0.5)),
+                "latency_p99": float(np.quantile(latencies, 0.99)),
+                "ttft_p50": float(np.quantile([t[1] - t[0] for t in result["times"]], 0.5)),
+                "preempted": result["preempted"],
+                "recomputed_tokens": result["recomputed_tokens"],
+                "different": sum(a != b for a, b in zip(answers, wanted, strict=True)),
+                "policy_share": result["policy_seconds"] / result["seconds"],
+                "blocks_leaked": result["num_blocks"] - 1 - result["free_blocks"],
+                "held": result["counters"].get("held", 0),
+            }
+        )
+
+    def run(self, spec: EngineSpec, rows, what: str, warm=None) -> EngineRun:
+        self.bar.set_description(what)
+
+        def show(event: dict) -> None:
+            if event["event"] == "progress":
+                self.bar.set_postfix_str(f"{event['name']} {event['done']}/{event['of']}")
+
+        work = [Work(name="warm", rows=warm)] if warm else []
+        run = run_engine(spec, [*work, Work(name="requests", rows=rows)], on_event=show)
+        if run.error:
+            self.failures.append(run.error)
+            raise SystemExit(run.error)
+        self.bar.update()
+        return run
+
+
+def options(blocks: int) -> dict[str, Any]:
+    return {
+        "max_model_len": 1024,
+        "max_num_seqs": 32,
+        "block_size": 32,
+        "num_gpu_blocks_override": blocks,
+        "max_num_batched_tokens": 256,
+    }
+
+
+def draw_lengths(rng: random.Random, count: int, trace: str | None) -> list[tuple[int, int]]:
+    """[(prompt, answer)] in tokens, scaled."""
+    if trace:
+        from spexis.simulator.trace import load
+
+        loaded = load(trace)
+        chosen = rng.sample(range(len(loaded)), count)
+        pairs = [(int(loaded.prompt[i]), int(loaded.output[i])) for i in chosen]
+    else:
+        grid = np.linspace(0, 1, len(PROMPTS))
+        draw = lambda quantiles: float(np.interp(rng.random(), grid, quantiles))  # noqa: E731
+        # Prompt and answer hardly correlate there (.09 between logarithms).
+        pairs = [(draw(PROMPTS), draw(ANSWERS)) for _ in range(count)]
+    return [
+        (min(max(round(p * PROMPT_SCALE), 4), MOST), min(max(round(a * ANSWER_SCALE), 2), MOST))
+        for p, a in pairs
+    ]
+
+
+def stop_position(answer: Sequence[int], wanted: int) -> int:
+    """Where the answer is to end: the position nearest to `wanted` whose token is new there."""
+    first = {token: i for i, token in reversed(list(enumerate(answer)))}
+    return min(first.values(), key=lambda i: (abs(i + 1 - wanted), i))
+
+
+def summary(runs: list[dict], failures: list[str]) -> dict[str, Any]:
+    """The figures asked for, medians over rounds of ratios within a round."""
+
+    def ratio(memory: str, top: str, bottom: str, key: str) -> float | None:
+        found = {(r["engine"], r["round"]): r for r in runs if r["memory"] == memory}
+        pairs = [
+            (found[top, n][key], found[bottom, n][key])
+            for engine, n in found
+            if engine == top and (bottom, n) in found
+        ]
+        ratios = [a / b if b else (1.0 if not a else float("inf")) for a, b in pairs]
+        return statistics.median(ratios) if ratios else None
+
+    short = [r for r in runs if r["memory"] == "short"]
+    stock = [r for r in short if r["engine"] == "stock"]
+    on = [r for r in short if r["engine"] == "on"]
+    result = {
+        "name": "bench-memory",
+        "recomputed_ratio": ratio("short", "on", "stock", "recomputed_tokens"),
+        "throughput_ratio": ratio("short", "on", "off", "tokens_per_second"),
+        "p99_ratio": ratio("short", "on", "off", "latency_p99"),
+        "throughput_over_stock": ratio("short", "on", "stock", "tokens_per_second"),
+        "different": sum(r["different"] for r in runs),
+        "stock_preempted": min((len(r["preempted"]) / r["requests"] for r in stock), default=None),
+        "most_preemptions": max((max(r["preempted"], default=0) for r in on), default=None),
+        "ample_throughput_ratio": ratio("ample", "on", "off", "tokens_per_second"),
+        "policy_share": max((r["policy_share"] for r in runs if r["memory"] == "ample"), default=0),
+        "blocks_leaked": max((r["blocks_leaked"] for r in runs), default=0),
+    }
+    complete = bool(stock) and bool(on) and result["ample_throughput_ratio"] is not None
+    result["ok"] = bool(
+        complete
+        and not failures
+        and result["different"] == 0
+        and result["blocks_leaked"] == 0
+        and result["recomputed_ratio"] <= WANTED["recomputed_ratio"]
+        and result["throughput_ratio"] >= WANTED["throughput_ratio"]
+        and result["p99_ratio"] <= WANTED["p99_ratio"]
+        and result["stock_preempted"] >= WANTED_PREEMPTED
+        and result["most_preemptions"] <= 2
+        and result["ample_throughput_ratio"] >= WANTED_AMPLE
+        and result["policy_share"] <= WANTED_POLICY
+    )
+    return result
+
+
+def table(runs: list[dict]) -> str:
+    lines = [
+        f"{'memory':<7}{'round':>6}  {'engine':<7}{'tokens/s':>9}{'p50 s':>8}{'p99 s':>8}"
+        f"{'preempted':>11}{'again':>8}{'held':>6}{'different':>11}"
+    ]
+    lines += (
+        f"{r['memory']:<7}{r['round'] + 1:>6}  {r['engine']:<7}{r['tokens_per_second']:>9.1f}"
+        f"{r['latency_p50']:>8.1f}{r['latency_p99']:>8.1f}{len(r['preempted']):>11}"
+        f"{r['recomputed_tokens']:>8}{r['held']:>6}{r['different']:>11}"
+        for r in runs
+    )
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trace", help="lengths of this trace (CSV) instead of its quantiles")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--warm", type=int, default=24, help="requests before the measured ones")
+    parser.add_argument("--rate", type=float, default=2.0, help="arrivals a second")
+    parser.add_argument("--blocks", type=int, default=72, help="KV blocks of 32 tokens")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ample-rounds", type=int, default=3)
+    parser.add_argument("--output", help="also write the result with every run to this JSON file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
