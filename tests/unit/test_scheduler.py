@@ -15,6 +15,7 @@ import pytest
 from spexis.bench.pipeline import BrokenError, Pipeline, Row, Step, Target
 from spexis.core.lengths import LengthModel
 from spexis.core.mode import Mode
+from spexis.core.replay import replay_memory
 from spexis.engine.verdict import NO_TOKEN
 
 pytestmark = pytest.mark.engine  # no engine starts, but vLLM is imported
@@ -122,6 +123,7 @@ class RealScheduler:
         self.real.max_num_running_reqs = self.real.max_num_active_reqs = most
         if self.real.lookahead is not None:
             self.real.lookahead.memory.lengths = LengthModel(prior_mean=12)
+            self.real.lookahead.keep_journal()
         self.tables: dict[str, list[int]] = {}
         self.text: dict[str, list[int]] = {}
         self.num_calls = self.num_ended = self.num_aborted = self.num_hits = 0
@@ -129,7 +131,7 @@ class RealScheduler:
         self.opt_out = r.choice((0.0, 0.3))
         self.plain_gaps: list[int] = []  # steps between rows of requests that must not speculate
         self.last_row: dict[str, int] = {}
-        self.decisions: list[dict] = []
+        self.journal: list[dict] = []
 
     def _conversation(self, length: int) -> list[int]:
         """A prompt with its answer, so that other requests' prompts hold what one generates."""
@@ -197,7 +199,7 @@ class RealScheduler:
             self.real.mode = Mode.PP if self.real.mode is Mode.SP else Mode.SP
         output = self.real.schedule()
         if self.real.lookahead is not None:
-            self.decisions += self.real.lookahead.take_decisions()
+            self.journal += self.real.lookahead.take_journal()
         step = Step(call=self.num_calls, finished=sorted(output.finished_req_ids), origin=output)
         computed = {}
         for new in output.scheduled_new_reqs:
@@ -277,7 +279,7 @@ class RealScheduler:
 
 def run(make_config, num_stages, more, seeds, policy="fcfs", switches=False, tight=False, **block):
     totals = dict.fromkeys(("preemptions", "hits", "discarded", "stale", "held", "plain"), 0)
-    totals.update(waits=0, holds=0, evicts=0)
+    totals.update(waits=0, holds=0, evicts=0, replayed=0)
     config = make_config(num_stages, num_stages + more, policy, **block)
     for seed in seeds:
         scheduler = RealScheduler(config, seed, tight)
@@ -301,10 +303,13 @@ def run(make_config, num_stages, more, seeds, policy="fcfs", switches=False, tig
         totals["held"] += counters.held
         totals["hits"] += scheduler.num_hits
         totals["plain"] += len(scheduler.plain_gaps)
-        for decision in scheduler.decisions:
-            totals["waits"] += decision.get("admit", 1) == 0
-            totals["holds"] += bool(decision.get("hold"))
-            totals["evicts"] += bool(decision.get("evict"))
+        journal = json.loads(json.dumps(scheduler.journal))
+        assert replay_memory(journal, LengthModel(prior_mean=12)) == []
+        totals["replayed"] += len(journal)
+        for entry in journal:
+            totals["waits"] += entry.get("admit", 1) == 0
+            totals["holds"] += bool(entry.get("hold"))
+            totals["evicts"] += bool(entry.get("evict"))
         assert min(scheduler.plain_gaps, default=num_stages) >= num_stages
         assert sum(scheduler.real.cadence.load) == 0
     return totals
@@ -336,6 +341,7 @@ def test_lookahead_preempts_less_and_changes_no_token(make_config, num_stages, m
     with_it = run(make_config, num_stages, more, range(20), tight=True, lookahead=True)
     without = run(make_config, num_stages, more, range(20), tight=True)
     assert with_it["waits"] > 50 and with_it["evicts"] > 0
+    assert with_it["replayed"] > 500
     assert with_it["preemptions"] < 0.7 * without["preemptions"]
 
 

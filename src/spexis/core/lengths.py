@@ -56,7 +56,9 @@ class LengthModel:
     def _tabulate(self) -> None:
         weight = self._counts + self._prior
         ended = np.concatenate(([0.0], np.cumsum(weight)[:-1]))
-        self.survival = 1.0 - ended / (weight.sum() + self._longer)  # [L+1] P(length > n)
+        survival = 1.0 - ended / (weight.sum() + self._longer)
+        # Above 0, where no answer of that length is expected: both uses divide by it.
+        self.survival = np.maximum(survival, 1e-12)  # [L+1] P(length > n)
         # Mean of what is still to come after n tokens, in tokens.
         tail = np.cumsum(self.survival[::-1])[::-1]
         self.remaining = tail / self.survival

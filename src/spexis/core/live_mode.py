@@ -69,6 +69,8 @@ class LiveMode:
         self._loads: dict[int, _Load] = {}
         self._trial: int | None = None  # looks left of it
         self._since_change = 0  # steps
+        self.last: dict[str, float] = {}
+        """What observe() was last given, for the iteration log."""
         self._clear()
 
     def observe(self, seconds: float, tokens: int, running: int, prefill_tokens: int = 0) -> Mode:
@@ -76,6 +78,13 @@ class LiveMode:
 
         running: requests past their prompt. Returns the mode that runs from now on.
         """
+        self.last = {
+            "seconds": seconds,
+            "tokens": tokens,
+            "running": running,
+            "prefill_tokens": prefill_tokens,
+            "settle": self.settle,
+        }
         self._since_change += 1
         if self._since_change <= self.settle or prefill_tokens or running <= 0 or seconds <= 0:
             return self.mode

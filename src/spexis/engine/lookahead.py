@@ -15,8 +15,8 @@ Two short cuts keep a step's cost at nothing as long as memory is ample: blocks 
 there are more than any step can take, and the outlook is renewed every few steps only.
 
 Invariant: only vLLM's own means are used (`_preempt_request`, a request's eligible step, the limit
-of active requests), so a wrong forecast costs time, never a token. Every decision is noted with
-its inputs for the iteration log (`decisions`), so that it can be computed again.
+of active requests), so a wrong forecast costs time, never a token. With an iteration log, every
+decision goes there with its inputs, so that it can be computed again (core/replay.py).
 """
 
 from __future__ import annotations
@@ -50,12 +50,19 @@ class Lookahead:
             self.num_blocks * self.block_size, scheduler.num_stages, block_size=self.block_size
         )
         self.pace = Pace(scheduler.num_stages)
-        self.decisions: list[dict[str, Any]] = []
+        self.journal: list[dict[str, Any]] | None = None
+        """What was decided and from what, and what was learnt, in order; None keeps nothing."""
+        if scheduler.spexis_config.iteration_log is not None:
+            self.keep_journal()
         self.seconds = 0.0
         """Spent in here, all steps together."""
         self._outlook: Outlook | None = None
         self._outlook_step = self._refused_step = -OUTLOOK_EVERY
         self._seen_running = 0
+
+    def keep_journal(self) -> None:
+        setup = {"num_stages": self.scheduler.num_stages, "block_size": self.block_size}
+        self.journal = [{"setup": setup}]
 
     # -- before a step ---------------------------------------------------------------------------
 
@@ -100,15 +107,13 @@ class Lookahead:
         count = self.memory.admit(self._outlook, kv_tokens, generated, max_tokens, len(s.running))
         if count < len(candidates):
             self._refused_step = step
-            self.decisions.append(
+        if self.journal is not None:
+            self.journal.append(
                 {
                     "admit": count,
                     "of": [r.request_id for r in candidates],
-                    "kv_tokens": kv_tokens.tolist(),
-                    "generated": generated.tolist(),
-                    "max_tokens": max_tokens.tolist(),
+                    "waiting": _lists(kv_tokens, generated, max_tokens),
                     "num_running": len(s.running),
-                    "outlook": self._described(),
                 }
             )
         return min(most, present + count)
@@ -136,20 +141,17 @@ class Lookahead:
             self.pace.prefill_seconds_per_token,
             self.pace.step_seconds,
         )
-        self.decisions.append(
-            {
-                "hold": [requests[i].request_id for i in relief.hold],
-                "evict": [requests[i].request_id for i in relief.evict],
-                "kv_tokens": running.kv_tokens.tolist(),
-                "generated": running.generated.tolist(),
-                "max_tokens": running.max_tokens.tolist(),
-                "protected": running.protected.tolist(),
-                "wants": (missing > 0).tolist(),
-                "short_tokens": short * self.block_size,
-                "pace": self.pace.described(),
-                "outlook": self._described(),
-            }
-        )
+        if self.journal is not None:
+            self.journal.append(
+                {
+                    "hold": relief.hold.tolist(),
+                    "evict": relief.evict.tolist(),
+                    "of": [r.request_id for r in requests],
+                    "wants": (missing > 0).tolist(),
+                    "short_tokens": short * self.block_size,
+                    "pace": self.pace.described(),
+                }
+            )
         for i in relief.hold:
             request = requests[i]
             request.next_decode_eligible_step = max(
@@ -202,7 +204,19 @@ class Lookahead:
         shared = max(held - used, 0)
         self.memory.capacity = (self.num_blocks + shared) * self.block_size
         n = self.scheduler.num_stages
-        return self.memory.project(running, acceptance_for(self.pace.tokens_per_row_step, n))
+        acceptance = acceptance_for(self.pace.tokens_per_row_step, n)
+        outlook = self.memory.project(running, acceptance)
+        if self.journal is not None:
+            arrays = (running.kv_tokens, running.generated, running.max_tokens, running.protected)
+            self.journal.append(
+                {
+                    "outlook": outlook.upper.tolist(),
+                    "running": _lists(*arrays),
+                    "capacity": self.memory.capacity,
+                    "acceptance": acceptance,
+                }
+            )
+        return outlook
 
     def _shared(self, request: Any) -> int:
         """Tokens of a waiting request that lie in blocks which running ones hold."""
@@ -217,21 +231,19 @@ class Lookahead:
 
     def ended(self, output_tokens: int) -> None:
         self.memory.lengths.observe(output_tokens)
+        if self.journal is not None:
+            self.journal.append({"ended": output_tokens})
         # Not the outlook: it is renewed because there is one less in `running`.
 
-    def take_decisions(self) -> list[dict[str, Any]]:
-        decisions, self.decisions = self.decisions, []
-        return decisions
+    def take_journal(self) -> list[dict[str, Any]]:
+        journal, self.journal = self.journal or [], []
+        return journal
 
     @property
     def forecast_tokens(self) -> int:
         """Upper quantile of the KV tokens held in the steps to come, as last projected."""
         return int(self._outlook.peak) if self._outlook is not None else 0
 
-    def _described(self) -> dict[str, Any]:
-        outlook = self._outlook
-        return {
-            "mean": outlook.mean.tolist(),
-            "variance": outlook.variance.tolist(),
-            "capacity": self.memory.capacity,
-        }
+
+def _lists(*arrays: np.ndarray) -> list[list[int]]:
+    return [array.tolist() for array in arrays]

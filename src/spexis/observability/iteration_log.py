@@ -7,7 +7,8 @@
      "stale": 0}, "scheduled_tokens": 4, "drafts": 2, "accepted": 1, "running": 4, "waiting": 0,
      "kv_usage": 0.012, "mode": "sp"}
 
-With look-ahead also its decisions since the last line, with their inputs (engine/lookahead.py).
+With look-ahead also its decisions since the last line, with mode "auto" what it saw of the step:
+both can be computed again (core/replay.py).
 
 Invariant: lines are in step order, and the sums over a file equal the scheduler's counters. A log
 that was not asked for costs one method call a step.
@@ -65,8 +66,10 @@ class IterationLog:
             "kv_usage": round(scheduler.kv_cache_manager.usage, 4),
             "mode": str(scheduler.mode),
         }
+        if scheduler.live_mode is not None:
+            line["live_mode"] = scheduler.live_mode.last
         if scheduler.lookahead is not None:
-            line["lookahead"] = scheduler.lookahead.take_decisions()
+            line["lookahead"] = scheduler.lookahead.take_journal()
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
