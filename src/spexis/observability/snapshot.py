@@ -206,7 +206,11 @@ def _notes(scrape: Scrape) -> tuple[str, ...]:
     notes = []
     for prefix, names, why in (
         ("vllm:", VLLM_SERIES, "no vLLM server, or its statistics are off (--disable-log-stats)"),
-        ("spexis:", SPEXIS_SERIES, "Spexis is not on in this server"),
+        (
+            "spexis:",
+            SPEXIS_SERIES,
+            "Spexis is not on in this server, or it runs vLLM's Rust front end",
+        ),
     ):
         if not any(name.startswith(prefix) for name in scrape.series):
             notes.append(f"no {prefix}* series: {why}")
