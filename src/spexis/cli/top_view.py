@@ -40,16 +40,17 @@ def view(
     now: Snapshot, history: Sequence[Snapshot] = (), title: str = "", ascii_only: bool = False
 ) -> RenderableType:
     """history: oldest first, with `now` as the last one; drawn if it holds two or more."""
-    parts: list[RenderableType] = [_title(now, title), _facts(now)]
+    parts: list[RenderableType] = [_title(now, title)]
+    if now.restarted:
+        parts.append(Text("the server restarted; counted from its start", style="yellow"))
+    parts += [Text(note, style="yellow") for note in now.notes]
+    parts.append(_facts(now))
     if now.stages:
         parts.append(_stages(now))
     if now.drafters:
         parts.append(_drafters(now))
     if len(history) > 1:
         parts.append(_history(history, ascii_only))
-    if now.restarted:
-        parts.append(Text("the server restarted; counted from its start", style="yellow"))
-    parts += [Text(note, style="yellow") for note in now.notes]
     return Group(*parts)
 
 
@@ -167,17 +168,17 @@ def _drafters(now: Snapshot) -> Table:
 def _history(history: Sequence[Snapshot], ascii_only: bool) -> Table:
     table = Table.grid(padding=(0, 2))
     marks = ASCII_SPARKS if ascii_only else SPARKS
-    for label, values in (
-        ("tokens/s", [s.tokens_per_second for s in history]),
-        ("running", [s.running for s in history]),
-        ("KV used", [s.kv_usage for s in history]),
-        ("right", [s.acceptance for s in history]),
-        ("rows/token", [s.rows_per_token for s in history]),
+    for label, values, shown in (
+        ("tokens/s", [s.tokens_per_second for s in history], _rate),
+        ("running", [s.running for s in history], _count),
+        ("KV used", [s.kv_usage for s in history], _share),
+        ("right", [s.acceptance for s in history], _share),
+        ("rows/token", [s.rows_per_token for s in history], _number),
     ):
         known = [v for v in values if v is not None]
         if known:
-            largest = _share(max(known)) if label in ("KV used", "right") else _rate(max(known))
-            table.add_row(label, Text(sparkline(values, marks), style="green"), f"max {largest}")
+            line = Text(sparkline(values, marks), style="green")
+            table.add_row(label, line, f"max {shown(max(known))}")
     return table
 
 
