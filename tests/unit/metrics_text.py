@@ -2,10 +2,14 @@
 """/metrics of a server as text, for tests of what reads it: vLLM's series and Spexis' own.
 
     served(tokens=150, discarded=50) + stock(generation_tokens=150)
+    look(BEFORE, AFTER)                     # the snapshot of two looks two seconds apart
 
-Invariant: names, labels and the order of lines are those of vLLM 0.32 and of stat_logger.py (a
-test in test_top.py compares the names).
+Invariant: names and labels are those of vLLM 0.32 and of stat_logger.py (a
+test in test_snapshot.py compares the names).
 """
+
+from spexis.observability.scrape import parse
+from spexis.observability.snapshot import Snapshot, take_snapshot
 
 HOST = 'model_name="demo",engine="0"'
 STAGES = ("0", "1")
@@ -103,3 +107,37 @@ def _histogram(name, bounds, counts, labels) -> str:
             f"{name}_sum{{{labels}}} {total}",
         )
     )
+
+
+def look(before: str, after: str, seconds: float = 2.0) -> Snapshot:
+    return take_snapshot(parse(before, 100.0), parse(after, 100.0 + seconds))
+
+
+BEFORE = stock(generation_tokens=1000, prompt_tokens=500, preemptions=3) + served(
+    steps=1000,
+    tokens=1000,
+    discarded=300,
+    drafts={"v1": 900},
+    accepted={"v1": 600},
+    idle_steps=100,
+)
+AFTER = stock(
+    running=3,
+    waiting=5,
+    generation_tokens=1200,
+    prompt_tokens=540,
+    preemptions=4,
+    kv_usage=0.5,
+    ttft=(1, 3, 0),
+    per_token=(90, 10, 0),
+) + served(
+    steps=1100,
+    tokens=1200,
+    discarded=360,
+    drafts={"v1": 1000, "v2": 80},
+    accepted={"v1": 680, "v2": 72},
+    held=8,
+    prompt=10,
+    stale=2,
+    idle_steps=105,
+)
