@@ -2,8 +2,9 @@
 """Refusals: what Spexis will not run, each as one line that says what to do instead.
 
 `check_args` looks at the flags before vLLM resolves anything, `check_config` at the finished
-VllmConfig. Both only read. Invariant: whatever is not listed as tested in docs/compatibility.md
-is refused here, because a wrong token is worse than a refusal. No vLLM import at module top.
+VllmConfig. Both only read. Invariant: what is known not to work, and every feature that could lead
+to a wrong token and was not tested, is refused here; docs/compatibility.md names what is neither
+tested nor refused. No vLLM import at module top.
 """
 
 from __future__ import annotations
@@ -159,6 +160,11 @@ def _check_model(model: Any) -> None:
         refuse(
             f"runner type {model.runner_type!r} generates no tokens",
             "serve a generate model or remove the spexis block",
+        )
+    if getattr(model, "enable_prompt_embeds", False):
+        refuse(
+            "prompts as embeddings are not supported: the first stage embeds tokens itself",
+            "remove --enable-prompt-embeds or the spexis block",
         )
     if model.is_encoder_decoder:
         refuse(

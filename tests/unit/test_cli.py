@@ -186,7 +186,9 @@ def test_serve_demo(monkeypatch):
 
     monkeypatch.setattr(spexis.demo_model, "demo_model_dir", lambda: "/cache/demo")
     command, *_ = built("demo")
-    assert command[2] == "/cache/demo" and command[-2:] == ["--served-model-name", "demo"]
+    assert command[2] == "/cache/demo"
+    assert command[-4:] == ["--served-model-name", "demo", "--dtype", "float32"]
+    assert built("demo", "--dtype", "bfloat16")[0].count("--dtype") == 1
     assert built("demo", "--served-model-name", "x")[0].count("--served-model-name") == 1
 
 

@@ -257,6 +257,7 @@ def test_refused_by_flags(change, words):
         ({"use_v2_model_runner": False}, ["V1 model runner", "VLLM_USE_V2_MODEL_RUNNER"]),
         ({"scheduler_config": SimpleNamespace(async_scheduling=False)}, ["--no-async"]),
         ({"model": {"runner_type": "pooling"}}, ["'pooling'"]),
+        ({"model": {"enable_prompt_embeds": True}}, ["--enable-prompt-embeds"]),
         ({"model": {"is_encoder_decoder": True}}, ["encoder-decoder"]),
         ({"model": {"is_multimodal_model": True}}, ["multimodal"]),
         ({"model": {"is_hybrid": True}}, ["recurrent"]),

@@ -253,17 +253,17 @@ def _print_rows(title: str, rows: dict[str, dict]) -> None:
 def _result(demo: dict, random: dict | None, seconds: float) -> dict:
     sp_over_pp = {s: row["sp_over_pp"] for s, row in demo.items()}
     wanted = {s: ratio for s, ratio in WANTED.items() if s in sp_over_pp}
+    rows = [row for part in (demo, random or {}) for row in part.values()]
+    equal = all(row["texts_equal"] for row in rows)
     return {
         "name": "bench-cpu",
-        "ok": bool(wanted) and all(sp_over_pp[s] >= r for s, r in wanted.items()),
+        "ok": bool(wanted) and equal and all(sp_over_pp[s] >= r for s, r in wanted.items()),
         "sp_over_pp": sp_over_pp,
         "sp_over_tp": {s: row["sp_over_tp"] for s, row in (random or {}).items()},
         "sp_over_pp_random": {s: row["sp_over_pp"] for s, row in (random or {}).items()},
         "law_share": {s: row["law_share"] for s, row in demo.items()},
         "acceptance": {s: row["acceptance"] for s, row in demo.items()},
-        "texts_equal": all(
-            row["texts_equal"] for rows in (demo, random or {}) for row in rows.values()
-        ),
+        "texts_equal": equal,
         "seconds": round(seconds, 1),
     }
 

@@ -41,6 +41,7 @@ COMMANDS: dict[str, Command] = {
     "simulate": Command(
         "spexis.cli.simulate:main", "a trace through the scheduling policies, without a GPU"
     ),
+    "top": Command("spexis.cli.top:main", "a live view of a running server"),
     "env": Command(
         "spexis.cli.env:main", "versions, platform, and whether the plugin is effective"
     ),
@@ -62,6 +63,7 @@ examples:
   spexis profile MODEL --output profile.json
   spexis plan --hardware a100 --gpus 8 --model llama-70b
   spexis simulate --trace azure2023_conv.csv.gz     or poisson:rate=6,requests=2000
+  spexis top http://localhost:8000                  what a running server does, live
   spexis env                                        is everything in place?
 """
 

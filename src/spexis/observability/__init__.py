@@ -5,6 +5,8 @@ counters.py        plain numbers, kept by the scheduler (engine core process)
 iteration_log.py   one JSON line per scheduler step (engine core process, on request)
 wire.py            carries the counters to the front end inside vLLM's own SchedulerStats
 stat_logger.py     spexis:* and vllm:spec_decode_* series, the log line (front-end process)
+scrape.py          two looks at a server's /metrics and their differences (any process)
+snapshot.py        what `spexis top` shows of them
 """
 
 from __future__ import annotations

@@ -228,7 +228,8 @@ def evaluate(args: argparse.Namespace) -> dict:
         report["acceptance_in_engine"] = measured["avg"]
         report["engine_by_task"] = {k: v for k, v in measured.items() if k != "avg"}
         report["texts_different"] = different
-        ok = ok and abs(report["acceptance_in_engine"] - average) <= WANTED_AGREEMENT
+        agree = abs(report["acceptance_in_engine"] - average) <= WANTED_AGREEMENT
+        ok = ok and agree and not different
     print_table(lines)
     print(f"confidence is off by {report['calibration_error']:.3f} on average", file=sys.stderr)
     if len(tables) > 1:
