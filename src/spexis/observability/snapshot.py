@@ -39,6 +39,8 @@ SPEXIS_SERIES = (
     "spexis:tokens_total",
     "spexis:discarded_rows_total",
     "spexis:held_rows_total",
+    "spexis:plain_steps_total",
+    "spexis:mode_changes_total",
     "spexis:drafts_total",
     "spexis:accepted_drafts_total",
 )
