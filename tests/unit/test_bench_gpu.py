@@ -281,6 +281,15 @@ def test_speculation_off_against_stock(bench):
     assert record["wanted"]["off_over_pp 64"] == [1.0, 0.98, True]
 
 
+def test_engines_with_other_settings_are_held_against_stock(bench):
+    record = bench("--engines", "pp2", "auto2", "described2", "--p", "0.5", "--no-profile")
+    assert FakeEngine.started == ["pp2", "auto2", "described2"]
+    for name in ("auto2", "described2"):
+        assert record[f"{name}_over_pp"].keys() == {"1", "64"}
+        assert record[f"{name}_over_pp"]["64"]["0.5"] == pytest.approx(2 / 1.5, rel=0.01)
+    assert record["off_over_pp"] == {}
+
+
 def test_without_a_profile_there_is_no_limit(bench):
     record = bench("--p2p", "on", "--no-profile")
     assert record["law_share"] == {} and record["splits"] == {"pp2tp1": None}

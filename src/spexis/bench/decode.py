@@ -44,6 +44,8 @@ class DecodeSpec:
     tensor: int = 1
     drafter: dict | None = None
     """The spexis.drafter block; None builds stock vLLM."""
+    settings: dict = field(default_factory=dict)
+    """The rest of the spexis block."""
     split: tuple[int, ...] | list[int] | None = None
     """Layers per stage; None leaves it to vLLM."""
     p2p: bool = True
@@ -76,7 +78,7 @@ def llm_arguments(spec: DecodeSpec) -> dict[str, Any]:
     if not spec.p2p:
         arguments["disable_custom_all_reduce"] = True
     if spec.drafter is not None:
-        block: dict[str, Any] = {"drafter": spec.drafter}
+        block: dict[str, Any] = {"drafter": spec.drafter, **spec.settings}
         if spec.split is not None:
             block["placement"] = {"layers": list(spec.split)}
         arguments["additional_config"] = {"spexis": block}

@@ -312,6 +312,7 @@ class GpuBench:
             stages=kind.stages,
             tensor=kind.tensor,
             drafter={"method": kind.drafter} if kind.drafter else None,
+            settings=kind.settings,
             split=self.split(kind),
             p2p=kind.p2p,
             max_num_seqs=self.max_num_seqs,

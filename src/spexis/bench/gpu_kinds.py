@@ -10,7 +10,8 @@ Invariant: within a preset all kinds use the same number of devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from spexis.config import ConfigError
 
@@ -29,6 +30,8 @@ class Kind:
     against: str | None = None
     """sp: the stock pipeline of the same shape."""
     p2p: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The rest of the spexis block."""
 
     @property
     def is_sp(self) -> bool:
@@ -75,7 +78,24 @@ KINDS: dict[str, tuple[Kind, ...]] = {
 }
 # Run only where --engines names them.
 EXTRA: dict[str, tuple[Kind, ...]] = {
-    "gpu2": (Kind(name="off2", stages=2, tensor=1, drafter="none", against="pp2"),),
+    "gpu2": (
+        Kind(name="off2", stages=2, tensor=1, drafter="none", against="pp2"),
+        *(
+            Kind(
+                name=name,
+                stages=2,
+                tensor=1,
+                drafter="synthetic",
+                acceptance=(0.596, 0.785),
+                against="pp2",
+                settings=settings,
+            )
+            for name, settings in (
+                ("auto2", {"mode": "auto"}),  # needs --warm of some hundred tokens
+                ("described2", {"fixed_transfer": False}),
+            )
+        ),
+    ),
     "gpu4": (),
 }
 TENSOR = {"gpu2": "tp2", "gpu4": "tp4"}  # the stock kind without stages

@@ -101,9 +101,15 @@ def summarise(preset: str, cells: Sequence[Cell], steps: Mapping[str, Any]) -> d
         off = {
             rows: by_p["None"]
             for kind in EXTRA[preset]
+            if not kind.is_sp
             for rows, by_p in ratios(cells, kind.name, kind.against).items()
         }
-        return {**next(iter(by_kind.values())), "off_over_pp": off}
+        others = {
+            f"{kind.name}_over_pp": found
+            for kind in EXTRA[preset]
+            if kind.is_sp and (found := ratios(cells, kind.name, kind.against))
+        }
+        return {**next(iter(by_kind.values())), "off_over_pp": off, **others}
     fields = {
         field: {kind: values[field] for kind, values in by_kind.items()}
         for field in next(iter(by_kind.values()))
