@@ -79,6 +79,8 @@ def test_texts_equal_stock(world: World, fixed_transfer: bool, graphs: bool, dra
     assert run["runner_v2"]
     assert different(run, world.stock()) == []
     assert run["blocks_leaked"] == 0
+    mine, theirs = (r["prompt_logprobs"]["prompt_logprobs"] for r in (run, world.stock()))
+    assert mine == pytest.approx(theirs, abs=0.01)
     counters = run["counters"]
     assert counters["preemptions"] > 0
     assert 0 < counters["accepted"] < counters["drafts"]

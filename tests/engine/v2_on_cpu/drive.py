@@ -18,7 +18,7 @@ import os
 import sys
 
 BYTES = 256  # prompts use these token ids only; the model's vocabulary is larger
-DRAWN = {"seed", "seed_min_p", "seed_penalty", "two_answers"}
+DRAWN = {"seed", "seed_min_p", "seed_penalty", "two_answers", "seed_top"}
 ABORTED = {"abort_early": 3, "abort_late": 6}  # name -> tokens after which it is aborted
 
 
@@ -26,8 +26,12 @@ def prompt(index: int, length: int) -> list[int]:
     return [(31 * index + 7 * j + j * j // 3) % BYTES for j in range(length)]
 
 
-def requests() -> dict[str, tuple[list[int], dict, int]]:
-    """name -> prompt, sampling parameters, engine step at which it arrives."""
+def requests(gpu: bool) -> dict[str, tuple[list[int], dict, int]]:
+    """name -> prompt, sampling parameters, engine step at which it arrives.
+
+    gpu: also what the interpreter (3.9) cannot run (vLLM's kernel for top_k and top_p), or takes
+    long for.
+    """
     from vllm.sampling_params import StructuredOutputsParams
 
     long = prompt(3, 70)  # more than one chunk of 48
@@ -35,6 +39,11 @@ def requests() -> dict[str, tuple[list[int], dict, int]]:
     drawn = {**greedy, "temperature": 0.9}
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3}
     yes_or_no = StructuredOutputsParams(choice=["yes, of course", "no, never at all"])
+    more = {
+        "seed_top": (prompt(19, 12), {**drawn, "seed": 11, "top_k": 20, "top_p": 0.9}, 6),
+        "stop_text": (prompt(20, 15), {**greedy, "max_tokens": 40, "stop": ["e", "t", "0"]}, 4),
+        "prompt_logprobs": (prompt(21, 60), {**greedy, "prompt_logprobs": 2}, 10),
+    }
     return {
         "short": (prompt(0, 3), greedy, 0),
         "one_block": (prompt(1, 32), greedy, 0),
@@ -58,12 +67,12 @@ def requests() -> dict[str, tuple[list[int], dict, int]]:
             {"temperature": 0, "max_tokens": 20, "structured_outputs": yes_or_no},
             10,
         ),
-        # Not top_k or top_p: the interpreter (3.9) cannot run vLLM's kernel for them.
         "seed": (prompt(14, 13), {**drawn, "seed": 7}, 12),
         "seed_min_p": (prompt(15, 6), {**drawn, "seed": 8, "min_p": 0.05}, 12),
         "seed_penalty": (prompt(16, 18), {**drawn, "seed": 9, "repetition_penalty": 1.2}, 14),
         "two_answers": (prompt(17, 7), {**drawn, "seed": 10, "n": 2}, 14),
         "prefix": (long[:64] + prompt(18, 9), greedy, 40),  # once "chunked" has cached blocks
+        **(more if gpu else {}),
     }
 
 
@@ -95,9 +104,10 @@ def run(args: argparse.Namespace) -> dict:
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     left_out = (DRAWN if args.greedy else set()) | ({"structured"} if args.no_grammar else set())
-    wanted = {k: v for k, v in requests().items() if k not in left_out}
+    wanted = {k: v for k, v in requests(args.gpu).items() if k not in left_out}
     waiting = sorted(wanted.items(), key=lambda item: item[1][2])
     texts: dict[str, dict[int, dict]] = {}  # by request and index of the answer
+    prompt_logprobs: dict[str, list[float]] = {}
     aborted: set[str] = set()
     step = 0
     while waiting or engine.has_unfinished_requests():
@@ -108,6 +118,8 @@ def run(args: argparse.Namespace) -> dict:
             answers = texts.setdefault(output.request_id, {})
             for part in output.outputs:  # n > 1: only the answers that grew
                 answers[part.index] = answer(part, output.num_cached_tokens)
+            if output.prompt_logprobs:
+                prompt_logprobs[output.request_id] = own_logprobs(output)
         step += 1
         if args.abort:
             abort(engine, texts, aborted)
@@ -115,6 +127,7 @@ def run(args: argparse.Namespace) -> dict:
     pool = scheduler.kv_cache_manager.block_pool
     result = {
         "texts": texts,
+        "prompt_logprobs": prompt_logprobs,
         "aborted": sorted(aborted),
         "counters": counters.snapshot() if counters else {},
         "blocks_leaked": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
@@ -145,6 +158,12 @@ def answer(output, num_cached: int | None) -> dict:
         for position in output.logprobs or []
     ]
     return {"token_ids": list(output.token_ids), "logprobs": logprobs, "cached": num_cached}
+
+
+def own_logprobs(output) -> list[float]:
+    """Of each of the prompt's tokens but the first."""
+    tokens = output.prompt_token_ids[1:]
+    return [p[t].logprob for t, p in zip(tokens, output.prompt_logprobs[1:], strict=True)]
 
 
 def abort(engine, texts: dict, aborted: set[str]) -> None:
