@@ -49,7 +49,7 @@ class World:
         """What stock vLLM answers, as the oracle drafter's reference."""
         path = self.folder / "oracle.jsonl"
         rows = [
-            {"prompt_token_ids": requests()[name][0], "token_ids": answer["token_ids"]}
+            {"prompt_token_ids": requests(gpu=False)[name][0], "token_ids": answer["token_ids"]}
             for name, answers in self.stock(v2=True)["texts"].items()
             for answer in answers.values()
         ]
