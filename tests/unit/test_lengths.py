@@ -216,12 +216,14 @@ def test_calibration_undoes_a_distortion_even_where_answers_are_cut(limit):
 
 
 def test_what_was_learnt_fades():
+    """The predictor's reports change: the calibration follows."""
     calibration = EndCalibration()
-    serve(calibration, 500, 3, shift=1.0, slope=1.0)
-    serve(calibration, 1500, 4, shift=-1.0, slope=1.0)
     true = 1 - (1 - 1 / 12) ** (M - 1)
-    got = calibration.calibrated(distorted(true, -1.0, 1.0)[None])[0]
-    assert np.abs(got - true).max() < 0.1
+    said = distorted(true, -1.0, 1.0)[None]
+    serve(calibration, 400, 3, shift=1.0, slope=1.0)
+    before = np.abs(calibration.calibrated(said)[0] - true).max()
+    serve(calibration, 1200, 4, shift=-1.0, slope=1.0)
+    assert np.abs(calibration.calibrated(said)[0] - true).max() < 0.5 * before
 
 
 @settings(max_examples=100, deadline=None)
