@@ -11,7 +11,7 @@ READY_DEV := $(VENV)/.spexis-ready-dev
 PY := $(VENV)/bin/python
 SPEXIS := $(VENV)/bin/spexis
 
-.PHONY: help setup model demo test test-all lint exact histories soak bench-cpu eval-drafter
+.PHONY: help setup model demo test test-all lint exact histories soak bench-cpu eval-drafter eval-length
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' $(MAKEFILE_LIST)
@@ -47,3 +47,5 @@ bench-cpu: $(READY) ## Spexis against stock PP=2 and TP=2 at 1 to 16 streams
 	@$(SPEXIS) bench --preset cpu
 eval-drafter: $(READY) ## the shipped drafter's accuracy by task, and its acceptance in the engine
 	@$(SPEXIS) eval exit
+eval-length: $(READY) ## the shipped length predictor: precision and recall by remaining tokens
+	@$(SPEXIS) eval length

@@ -71,11 +71,11 @@ def length_loss(
     ended: torch.Tensor,  # [rows, 5] bool: fewer than m tokens remained
     known: torch.Tensor,  # [rows, 5] bool: whether that can be known
 ) -> torch.Tensor:
-    """Binary cross-entropy of what is known, its mean over rows and heads."""
+    """Binary cross-entropy of what is known, its sum over rows and heads."""
     log_alive = log_alive.clamp_max(-FLOOR)  # so that log(1 - exp()) stays finite
     log_ended = torch.log(-torch.expm1(log_alive))
     loss = -torch.where(ended, log_ended, log_alive)
-    return (loss * known).sum() / known.sum().clamp_min(1)
+    return (loss * known).sum()
 
 
 def load_predictor(folder: str | os.PathLike) -> LengthPredictor:
