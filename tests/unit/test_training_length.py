@@ -351,8 +351,9 @@ def test_resume_continues_where_it_stopped(run, capsys):
     assert "resumed at step 3" in capsys.readouterr().err
     state = torch.load(out / "length" / "checkpoint.pt", weights_only=True)
     assert state["counters"]["step"] == 5
-    assert train_length.main([*overrides, "length.exit_layers=[1]"]) == 2
-    assert "choose another output_dir" in last_json(capsys)["error"]
+    for other in ("length.exit_layers=[1]", "length.width=65"):
+        assert train_length.main([*overrides, other]) == 2
+        assert "choose another output_dir" in last_json(capsys)["error"]
 
 
 @pytest.mark.parametrize(

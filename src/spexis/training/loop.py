@@ -223,8 +223,9 @@ class TrainingLoop:
         if not path.is_file():
             return False
         state = torch.load(path, map_location=self.device, weights_only=True)
+        mine = {name: module.state_dict() for name, module in self.modules.items()}
         same = state.get("tokens") == len(self.store.tokens)
-        if not same or set(state["modules"]) != set(self.modules):
+        if not same or _shapes(state["modules"]) != _shapes(mine):
             raise ValueError(f"{path} is of another run or data: choose another output_dir")
         for name, module in self.modules.items():
             module.load_state_dict(state["modules"][name])
@@ -235,3 +236,7 @@ class TrainingLoop:
             setattr(self, key, state["counters"][key])
         self.last_log = self.seconds
         return True
+
+
+def _shapes(modules: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Size]]:
+    return {name: {key: t.shape for key, t in state.items()} for name, state in modules.items()}
