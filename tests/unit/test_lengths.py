@@ -87,6 +87,13 @@ def test_an_older_prediction_is_conditioned_on_what_came_since(model):
     assert ahead.tolist() == pytest.approx([1.0, 0.8])
 
 
+def test_nobody_running_is_no_special_case(model):
+    nobody, ends = np.zeros(0, int), np.zeros((0, 5))
+    assert model.alive(nobody, nobody, M, ends, nobody).shape == (0, 5)
+    assert model.expected_remaining(nobody, nobody, ends, nobody).shape == (0,)
+    assert EndCalibration().calibrated(ends).shape == (0, 5)
+
+
 def test_the_requests_own_limit_still_ends_it(model):
     ends = np.zeros((1, 5))
     alive = model.alive(np.array([90]), np.array([100]), np.array([5, 10]), ends)[0]
