@@ -11,7 +11,8 @@ READY_DEV := $(VENV)/.spexis-ready-dev
 PY := $(VENV)/bin/python
 SPEXIS := $(VENV)/bin/spexis
 
-.PHONY: help setup model demo test test-all lint exact histories soak bench-cpu bench-memory eval-drafter
+.PHONY: help setup model demo test test-all lint exact histories soak bench-cpu bench-memory \
+  eval-drafter eval-length
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' $(MAKEFILE_LIST)
@@ -49,3 +50,5 @@ bench-memory: $(READY) ## look-ahead where KV memory is short: recomputed tokens
 	@$(PY) -m spexis.bench.memory
 eval-drafter: $(READY) ## the shipped drafter's accuracy by task, and its acceptance in the engine
 	@$(SPEXIS) eval exit
+eval-length: $(READY) ## the shipped length predictor: precision and recall by remaining tokens
+	@$(SPEXIS) eval length

@@ -29,9 +29,15 @@ COMMANDS: dict[str, Command] = {
     "serve": Command("spexis.cli.serve:main", "`vllm serve` with Spexis on"),
     "model": Command("spexis.cli.model:main", "make the demo model's folder"),
     "train exit": Command("spexis.training.train_exit:main", "train an exit drafter for a model"),
+    "train length": Command(
+        "spexis.training.train_length:main", "train a predictor of how near an answer's end is"
+    ),
     "eval exit": Command(
         "spexis.training.eval_exit:main",
         "an exit drafter's accuracy by task, and its acceptance in the engine",
+    ),
+    "eval length": Command(
+        "spexis.training.eval_length:main", "a length predictor's precision, recall, calibration"
     ),
     "bench": Command("spexis.bench.presets:main", "measure Spexis against stock vLLM"),
     "profile": Command(
@@ -58,6 +64,7 @@ examples:
   spexis serve MODEL --spexis '{"drafter": {"model": "my-drafter"}}'
   spexis train exit --config run.yaml output_dir=my-drafter
   spexis eval exit my-drafter
+  spexis train length --config run.yaml             on the same answers
   spexis bench --preset cpu
   spexis bench --preset gpu2 --dims l70
   spexis profile MODEL --output profile.json

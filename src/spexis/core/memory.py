@@ -8,7 +8,8 @@
     memory.finish_bonus(...)                         # for Selection.select
 
 For k = 1, 8, 32 .. 256 steps ahead request i holds L_i + f(k) tokens if it still runs, which has
-probability A_i(k) (lengths.py), else none. Requests end independently, so the sum has
+probability A_i(k) (lengths.py; Running.ends if a predictor spoke), else none. Requests end
+independently, so the sum has
 
     mean(k) = sum A (L + f)        variance(k) = sum A(1-A)(L + f)^2 + A var f
 
@@ -51,6 +52,10 @@ class Running:
     """[R] tokens that a prefix cache would give back."""
     protected: np.ndarray | None = None
     """[R] bool: evicted only where no other request is left (it was often enough already)."""
+    ends: np.ndarray | None = None
+    """[R, 5] calibrated P(fewer than lengths.THRESHOLDS tokens remain), NaN where not known."""
+    ends_at: np.ndarray | None = None
+    """[R] tokens answered where `ends` was predicted; None: at `generated`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +101,22 @@ class MemoryLookahead:
     def project(self, running: Running, acceptance: float) -> Outlook:
         """acceptance: of the drafts, as it limits growth (law.acceptance_for of the real pace)."""
         growth = Growth.of(acceptance, self.num_stages, int(HORIZONS[-1]))
-        mean, variance = self._moments(
-            running.kv_tokens, running.generated, running.max_tokens, growth
-        )
+        alive = self._alive(running, growth.mean[HORIZONS])
+        mean, variance = self._moments(running.kv_tokens, alive, growth)
         return Outlook(mean.sum(axis=0), variance.sum(axis=0), growth)
 
-    def _moments(self, kv_tokens, generated, max_tokens, growth) -> tuple[np.ndarray, np.ndarray]:
+    def _moments(self, kv_tokens, alive, growth) -> tuple[np.ndarray, np.ndarray]:
         """([R, K], [R, K])"""
         more = growth.mean[HORIZONS]
-        alive = self.lengths.alive(generated, max_tokens, more)
         held = np.asarray(kv_tokens, float)[:, None] + self.overhead + more[None, :]
         mean = alive * held
         return mean, mean * (1 - alive) * held + alive * growth.variance[HORIZONS][None, :]
+
+    def _alive(self, running: Running, more: np.ndarray) -> np.ndarray:
+        """[R, K] after so many more tokens, [K]."""
+        return self.lengths.alive(
+            running.generated, running.max_tokens, more, running.ends, running.ends_at
+        )
 
     def admit(
         self,
@@ -123,7 +132,8 @@ class MemoryLookahead:
         """
         if not len(kv_tokens):
             return 0
-        mean, variance = self._moments(kv_tokens, generated, max_tokens, outlook.growth)
+        alive = self.lengths.alive(generated, max_tokens, outlook.growth.mean[HORIZONS])
+        mean, variance = self._moments(kv_tokens, alive, outlook.growth)
         mean = outlook.mean[None, :] + np.cumsum(mean, axis=0)
         variance = outlook.variance[None, :] + np.cumsum(variance, axis=0)
         peaks = (mean + QUANTILE * np.sqrt(variance)).max(axis=1)
@@ -154,7 +164,9 @@ class MemoryLookahead:
         count = len(running.kv_tokens)
         if short_tokens <= 0 or count <= 1:
             return Relief(none, none)
-        remaining = self.lengths.expected_remaining(running.generated, running.max_tokens)
+        remaining = self.lengths.expected_remaining(
+            running.generated, running.max_tokens, running.ends, running.ends_at
+        )
         pace = max(tokens_per_second * step_seconds / count, 1e-9)  # of one request, tokens a step
         protected = np.zeros(count, bool) if running.protected is None else running.protected.copy()
         protected[0] = True
@@ -191,7 +203,7 @@ class MemoryLookahead:
     def _steps_until_freed(self, running, growth, tokens: float, hold: np.ndarray) -> float:
         """Steps until those that go on have freed so much, surely enough; inf: not in sight."""
         more = growth.mean[HORIZONS]
-        ended = 1.0 - self.lengths.alive(running.generated, running.max_tokens, more)
+        ended = 1.0 - self._alive(running, more)
         ended[hold] = 0.0
         held = np.asarray(running.kv_tokens, float)[:, None]
         mean = (ended * held).sum(axis=0)
@@ -210,8 +222,6 @@ class MemoryLookahead:
         A request that ends a step sooner frees its tokens for that step, in which others of mean
         size would have given their pace. Counted for those that are likely to end soon.
         """
-        ends = 1.0 - self.lengths.alive(
-            running.generated, running.max_tokens, np.array((float(within),))
-        )
+        ends = 1.0 - self._alive(running, np.array((float(within),)))
         share = np.asarray(running.kv_tokens) / max(float(np.mean(running.kv_tokens)), 1.0)
         return ends[:, 0] * share * pace

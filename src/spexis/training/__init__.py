@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of exit drafters: data, generation with the model itself, trainer, evaluation."""
+"""Training of exit drafters and length predictors: data, the model's own answers, evaluation."""

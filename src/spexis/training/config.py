@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run file of `spexis train exit`: typed sections, strict keys, key=value overrides.
+"""The run file of `spexis train`: typed sections, strict keys, key=value overrides.
 
     config = RunConfig.load("run.yaml", ["train.max_seconds=600", "drafter.exit_layers=[15]"])
 
@@ -54,7 +54,7 @@ class DrafterGrid:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
+class OptimConfig:
     """Optimisation. The schedule follows whichever limit is nearest to its end."""
 
     optimizer: str = "muon"  # muon for matrices with AdamW for the rest, or adamw for all
@@ -68,14 +68,33 @@ class TrainConfig:
     epochs: int = 1
     max_steps: int | None = None
     max_seconds: float | None = None  # wall clock, resumes included
-    restart_rate: float = 0.35  # lag-1 rows in the first epoch; later ones replay own mistakes
-    drop_state: float = 0.05  # sequences trained without the final-state feature
-    loss_rows: int = 8192  # answer rows per chunk of the loss
     log_every: int = 20
     eval_every: int = 500
     checkpoint_every_seconds: float = 300.0
     device: str = "auto"
     tensorboard: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig(OptimConfig):
+    """How exit drafters are trained."""
+
+    restart_rate: float = 0.35  # lag-1 rows in the first epoch; later ones replay own mistakes
+    drop_state: float = 0.05  # sequences trained without the final-state feature
+    loss_rows: int = 8192  # answer rows per chunk of the loss
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LengthConfig(OptimConfig):
+    """Length predictors of `spexis train length`, and how they are trained."""
+
+    exit_layers: list[int] = dataclasses.field(default_factory=lambda: [15])  # one predictor each
+    width: int = 128  # of the hidden layer
+    min_precision: float = 0.75  # decisions: most recall with at least that, on held-out prompts
+    optimizer: str = "adamw"
+    lr: float = 0.001
+    epochs: int = 3
+    eval_every: int = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +109,17 @@ class RunConfig:
     generate: GenerateConfig = dataclasses.field(default_factory=GenerateConfig)
     drafter: DrafterGrid = dataclasses.field(default_factory=DrafterGrid)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    length: LengthConfig = dataclasses.field(default_factory=LengthConfig)
 
     def __post_init__(self) -> None:
         if not self.model or not self.data.prompts:
             raise ValueError("the run file must set model and data.prompts")
-        if self.train.optimizer not in ("muon", "adamw"):
-            raise ValueError(f"train.optimizer {self.train.optimizer!r}: 'muon' or 'adamw'")
+        for name in ("train", "length"):
+            kind = getattr(self, name).optimizer
+            if kind not in ("muon", "adamw"):
+                raise ValueError(f"{name}.optimizer {kind!r}: 'muon' or 'adamw'")
+        if not 0 < self.length.min_precision < 1:
+            raise ValueError(f"length.min_precision {self.length.min_precision}: between 0 and 1")
         for i, one in enumerate(self.generate.passes):
             allowed = {"temperature": float, "opening": int, "follow_up": bool, "seed": int}
             build_flat(allowed, one, f"generate.passes[{i}]")

@@ -15,7 +15,8 @@ from spexis.drafters.exit.config import base_facts, fingerprint
 class Target:
     """A transformers causal LM, frozen."""
 
-    def __init__(self, folder: str, device: torch.device) -> None:
+    def __init__(self, folder: str, device: torch.device, keep_layers: int | None = None) -> None:
+        """keep_layers: for states at exits up to there only; final states then mean nothing."""
         from transformers import AutoModelForCausalLM
 
         self.folder, self.device = folder, device
@@ -23,6 +24,8 @@ class Target:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=self.dtype, attn_implementation="sdpa"
         )
+        if keep_layers is not None:
+            model.model.layers = model.model.layers[:keep_layers]
         self.model = model.to(device).eval().requires_grad_(False)
         self.config = model.config
         self.facts = base_facts(model.config)

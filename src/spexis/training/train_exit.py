@@ -18,6 +18,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +31,14 @@ from spexis.training.target import Target, pick_device
 from spexis.training.trainer import Trainer
 
 
-def ensure_answers(config: RunConfig) -> None:
+def ensure_answers(
+    config: RunConfig,
+    resolved: Path,  # the same configuration as a file
+) -> None:
     """Generate, in a process of its own (the engine's memory is gone afterwards), unless done."""
     done = Path(config.output_dir) / "answers" / "done.json"
     if done.is_file():
         return
-    resolved = Path(config.output_dir) / "config.yaml"
     command = [sys.executable, "-m", "spexis.training.generate", "--config", str(resolved)]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = run.stdout.strip().splitlines()
@@ -60,8 +63,8 @@ def split_rows(config: RunConfig, store: TokenStore) -> tuple[np.ndarray, np.nda
     return rows[~held], rows[held & is_first & store.greedy]
 
 
-def write_train_command(folder: Path, config: RunConfig, facts: dict) -> None:
-    """Provenance beside the weights: command, versions, data."""
+def write_train_command(folder: Path, resolved: Path, facts: dict) -> None:
+    """Provenance beside the weights: command, versions, data, the resolved run file."""
     names = ("spexis", "torch", "transformers", "vllm", "numpy", "safetensors")
     versions = []
     for name in names:
@@ -81,14 +84,15 @@ def write_train_command(folder: Path, config: RunConfig, facts: dict) -> None:
     ]
     (folder / "train_command.txt").write_text("\n".join(lines) + "\n")
     with open(folder / "train_command.txt", "a") as handle:
-        handle.write((Path(config.output_dir) / "config.yaml").read_text())
+        handle.write(resolved.read_text())
 
 
 def train(config: RunConfig, command: str) -> dict:
     """The whole run; returns the fields of the JSON line."""
     out = Path(config.output_dir)
-    config.dump(out / "config.yaml")
-    ensure_answers(config)
+    resolved = out / "config.yaml"
+    config.dump(resolved)
+    ensure_answers(config, resolved)
     torch.manual_seed(config.seed)
     device = pick_device(config.train.device)
     torch.set_float32_matmul_precision("high")
@@ -124,28 +128,39 @@ def train(config: RunConfig, command: str) -> dict:
         "prompts_sha256": data_hash(config.data.prompts),
     }
     for path in paths.values():
-        write_train_command(path, config, {"command": command, **facts})
+        write_train_command(path, resolved, {"command": command, **facts})
     facts["vocabulary_coverage"] = coverage
     return {"drafters": {n: str(p) for n, p in paths.items()}, "holdout": holdout, **facts}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line."""
+def run_command(
+    what: str,  # "exit" or "length"
+    description: str,
+    train: Callable[[RunConfig, str], dict],
+    argv: list[str] | None,
+) -> int:
+    """The command line of `spexis train WHAT`: one run, one JSON line."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="spexis train exit", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"spexis train {what}", description=description)
     parser.add_argument("--config", help="run file (YAML)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args(argv)
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    name = f"train-{what}"
     try:
         config = RunConfig.load(args.config, args.overrides)
-        report = train(config, " ".join(["spexis train exit", *argv]))
+        report = train(config, " ".join(["spexis train", what, *argv]))
     except ValueError as error:
-        print(f"spexis train exit: {error}", file=sys.stderr)
-        print(json.dumps({"name": "train-exit", "ok": False, "error": str(error)}))
+        print(f"spexis train {what}: {error}", file=sys.stderr)
+        print(json.dumps({"name": name, "ok": False, "error": str(error)}))
         return 2
-    print(json.dumps({"name": "train-exit", "ok": True, **report}))
+    print(json.dumps({"name": name, "ok": True, **report}))
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line."""
+    return run_command("exit", __doc__.split("\n")[0], train, argv)
 
 
 if __name__ == "__main__":

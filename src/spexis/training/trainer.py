@@ -10,25 +10,20 @@ Invariant: drafters never share a parameter or a gradient; training one alone gi
 
 import dataclasses
 import itertools
-import json
-import math
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import spexis
 from spexis.drafters.exit.config import ExitConfig
 from spexis.drafters.exit.module import ExitDrafter
-from spexis.training.batches import Batch, epoch_batches, make_batch, prefetch
+from spexis.training.batches import Batch, epoch_batches, make_batch
 from spexis.training.config import RunConfig
 from spexis.training.data import TokenStore
+from spexis.training.loop import TrainingLoop
 from spexis.training.loss import draft_loss, teach
-from spexis.training.optim import clip_each, make_optimizers
 from spexis.training.simulate import serve_drafts, state_lags
 from spexis.training.target import Target
 
@@ -45,8 +40,8 @@ class Candidate:
     right: torch.Tensor | None = None
 
 
-class Trainer:
-    """The training loop, its checkpoints and its logs."""
+class Trainer(TrainingLoop):
+    """Exit drafters: their set-up, loss and evaluation. The loop itself is loop.py."""
 
     def __init__(
         self,
@@ -57,10 +52,18 @@ class Trainer:
         train_rows: np.ndarray,
         holdout_rows: np.ndarray,
     ) -> None:
-        self.config, self.target, self.store = config, target, store
-        self.options, self.device = config.train, target.device
-        self.train_rows, self.holdout_rows = train_rows, holdout_rows
-        self.out = Path(config.output_dir)
+        out = Path(config.output_dir)
+        super().__init__(
+            config.train,
+            config.seed,
+            out,
+            out / "drafters",
+            target,
+            store,
+            train_rows,
+            holdout_rows,
+        )
+        self.config = config
         self.vocab_ids = torch.from_numpy(vocab_ids.astype(np.int64)).to(self.device)
         # The target's head with the draft vocabulary first: its prefix is every drafter's head.
         vocab = target.head.shape[0]
@@ -69,14 +72,7 @@ class Trainer:
         self.order = torch.cat([self.vocab_ids, order.nonzero()[:, 0]])
         self.head = target.head.detach()[self.order].contiguous()
         self.candidates = self.make_candidates()
-        modules = [c.drafter for c in self.candidates]
-        o = self.options
-        self.optimizers = make_optimizers(modules, o.optimizer, o.lr, o.adamw_lr, o.weight_decay)
-        self.base_lrs = [[g["lr"] for g in opt.param_groups] for opt in self.optimizers]
-        self.step = self.epoch = self.batch_in_epoch = self.tokens_seen = self.answers_seen = 0
-        self.seconds = 0.0
-        self.rows_since_log, self.last_log = 0, 0.0
-        self.board: Any = None
+        self.start({c.name: c.drafter for c in self.candidates})
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -128,7 +124,7 @@ class Trainer:
 
     # -- one step -----------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch) -> None:
+    def backward(self, batch: Batch) -> None:
         """Forward of the target once, then forward, backward of each drafter."""
         o, grid = self.options, self.config.drafter
         states, final = self.target.states(batch.ids, grid.exit_layers)
@@ -160,84 +156,6 @@ class Trainer:
             right = count - missed.sum()
             c.loss = total.detach() * count + (0 if c.loss is None else c.loss)
             c.right = right + (0 if c.right is None else c.right)
-        if o.grad_clip:
-            clip_each([c.drafter for c in self.candidates], o.grad_clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        self.batch_in_epoch += 1
-        self.rows_since_log += count
-        self.answers_seen += count
-        self.tokens_seen += batch.ids.numel()
-
-    def progress(self, total_batches: int) -> float:
-        """How much of the run is done, by whichever limit is nearest to its end."""
-        o = self.options
-        shares = [self.step / max(1, total_batches)]
-        if o.max_steps is not None:
-            shares.append(self.step / o.max_steps)
-        if o.max_seconds is not None:
-            shares.append(self.seconds / o.max_seconds)
-        return min(1.0, max(shares))
-
-    def set_lr(self, done: float) -> float:
-        """Linear warm-up, then a cosine down to final_lr."""
-        o = self.options
-        factor = o.final_lr + (1 - o.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
-        factor *= min(1.0, (self.step + 1) / max(1, o.warmup_steps))
-        for optimizer, lrs in zip(self.optimizers, self.base_lrs, strict=True):
-            for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-                group["lr"] = lr * factor
-        return factor
-
-    # -- the loop -----------------------------------------------------------------------------
-
-    def run(self) -> dict[str, float]:
-        """Train to the end; returns the holdout acceptance of each drafter."""
-        o = self.options
-        lengths = np.diff(self.store.offsets)
-        total = o.epochs * len(
-            epoch_batches(lengths, self.train_rows, o.tokens_per_batch, self.config.seed, 0)
-        )
-        if o.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(self.out / "tensorboard"))
-        started, before = time.monotonic(), self.seconds
-        saved = started
-        bar = tqdm(total=1000, desc="train", unit="", mininterval=5, bar_format=BAR)
-        while self.epoch < o.epochs and self.progress(total) < 1.0:
-            batches = epoch_batches(
-                lengths, self.train_rows, o.tokens_per_batch, self.config.seed, self.epoch
-            )[self.batch_in_epoch :]
-            for batch in prefetch(self.store, batches, self.device):
-                done = self.progress(total)
-                if done >= 1.0:
-                    break
-                factor = self.set_lr(done)
-                self.train_step(batch)
-                if self.step % o.log_every == 0:  # the .item() calls here wait for the device
-                    text = self.log(factor, before + time.monotonic() - started)
-                    bar.set_postfix_str(text)
-                self.seconds = before + time.monotonic() - started
-                bar.update(int(1000 * self.progress(total)) - bar.n)
-                if self.step % o.eval_every == 0:
-                    self.write("eval", self.evaluate_holdout())
-                if time.monotonic() - saved > o.checkpoint_every_seconds:
-                    self.save_checkpoint()
-                    self.export(self.out / "drafters")
-                    saved = time.monotonic()
-            else:
-                self.epoch += 1
-                self.batch_in_epoch = 0
-        bar.close()
-        result = self.evaluate_holdout()
-        self.write("final", result)
-        self.save_checkpoint()
-        if self.board is not None:
-            self.board.close()
-        return result
 
     @torch.no_grad()
     def evaluate_holdout(self) -> dict[str, float]:
@@ -268,74 +186,26 @@ class Trainer:
                 kept[c.name][1] += len(drafts.accepted)
         return {name: round(a / max(1, b), 4) for name, (a, b) in kept.items()}
 
-    # -- logs and checkpoints -----------------------------------------------------------------
+    # -- logs, checkpoints, folders ------------------------------------------------------------
 
-    def log(self, lr_factor: float, seconds: float) -> str:
-        """One row of metrics.jsonl; returns the progress bar's text."""
-        rate = self.rows_since_log / max(1e-6, seconds - self.last_log)
-        self.last_log = seconds
-        values: dict[str, float] = {
-            "lr_factor": round(lr_factor, 5),
-            "answer_tokens_per_s": round(rate),
-        }
+    def log_values(self) -> tuple[dict[str, float], str]:
+        """Loss and share of right drafts, by drafter."""
+        values = {}
         for c in self.candidates:
             values[f"loss/{c.name}"] = round(float(c.loss) / self.rows_since_log, 4)
             values[f"right/{c.name}"] = round(float(c.right) / self.rows_since_log, 4)
             c.loss = c.right = None
-        self.rows_since_log = 0
-        self.write("train", values)
         first = self.candidates[0].name
-        return f"loss {values[f'loss/{first}']:.3f} right {values[f'right/{first}']:.3f}"
+        return values, f"loss {values[f'loss/{first}']:.3f} right {values[f'right/{first}']:.3f}"
 
-    def write(self, kind: str, values: dict[str, float]) -> None:
-        """Append to metrics.jsonl, and to TensorBoard if asked."""
-        row = {
-            "kind": kind,
-            "step": self.step,
-            "epoch": self.epoch,
-            "answer_tokens": self.answers_seen,
-            "seconds": round(self.seconds, 1),
-            **values,
-        }
-        with open(self.out / "metrics.jsonl", "a") as handle:
-            handle.write(json.dumps(row) + "\n")
-        if kind != "train":
-            print(f"\n{kind} step {self.step}: {values}", file=sys.stderr, flush=True)
-        if self.board is not None:
-            for key, value in values.items():
-                self.board.add_scalar(f"{kind}/{key}", value, self.step)
+    def extra_state(self) -> dict[str, Any]:
+        """Which drafts were wrong."""
+        return {c.name: c.wrong for c in self.candidates}
 
-    def save_checkpoint(self) -> None:
-        """Everything a resumed run needs, written aside and renamed into place."""
-        state = {
-            "drafters": {c.name: c.drafter.state_dict() for c in self.candidates},
-            "wrong": {c.name: c.wrong for c in self.candidates},
-            "optimizers": [opt.state_dict() for opt in self.optimizers],
-            "counters": {k: getattr(self, k) for k in COUNTERS},
-        }
-        temporary = self.out / "checkpoint.tmp"
-        torch.save(state, temporary)
-        temporary.replace(self.out / "checkpoint.pt")
-
-    def resume(self) -> bool:
-        """Continue from OUTPUT/checkpoint.pt if there is one."""
-        path = self.out / "checkpoint.pt"
-        if not path.is_file():
-            return False
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        names = {c.name for c in self.candidates}
-        tokens = {len(w) for w in state["wrong"].values()}
-        if set(state["drafters"]) != names or tokens != {len(self.store.tokens)}:
-            raise ValueError(f"{path} is of other drafters or data: choose another output_dir")
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """The same, back."""
         for c in self.candidates:
-            c.drafter.load_state_dict(state["drafters"][c.name])
-            c.wrong.copy_(state["wrong"][c.name])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for key in COUNTERS:
-            setattr(self, key, state["counters"][key])
-        self.last_log = self.seconds
-        return True
+            c.wrong.copy_(state[c.name])
 
     def export(self, folder: Path) -> dict[str, Path]:
         """Write every drafter in the folder format, in bfloat16."""
@@ -344,7 +214,3 @@ class Trainer:
             c.drafter.config.save(folder / c.name, c.drafter.export(torch.bfloat16))
             paths[c.name] = folder / c.name
         return paths
-
-
-COUNTERS = ("step", "epoch", "batch_in_epoch", "tokens_seen", "answers_seen", "seconds")
-BAR = "{desc} {percentage:3.0f}%|{bar:20}| {elapsed}<{remaining} {postfix}"

@@ -15,15 +15,15 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from spexis import weights_folder
+
 FORMAT = "spexis-exit-1"
-WEIGHTS_NAME = "model.safetensors"
-CONFIG_NAME = "config.json"
+WHAT = "exit drafter"
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
 
@@ -72,56 +72,15 @@ class ExitConfig:
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "ExitConfig":
         """Read config.json of a drafter folder."""
-        path = Path(folder) / CONFIG_NAME
-        if not path.is_file():
-            raise ValueError(f"no exit drafter in {folder}: {CONFIG_NAME} is missing")
-        try:
-            fields = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(set(fields) - known):
-            raise ValueError(f"{path} has unknown keys {unknown}: made by a newer Spexis?")
-        required = known - {"weights_sha256", "format"}
-        if missing := sorted(required - set(fields)):
-            raise ValueError(f"{path} lacks keys {missing}: not a {FORMAT} drafter")
-        return cls(**fields)
+        return weights_folder.read_config(cls, folder, WHAT)
 
     def save(self, folder: str | os.PathLike, tensors: dict[str, torch.Tensor]) -> "ExitConfig":
         """Write both files; returns the config with the weights' hash filled in."""
-        from safetensors.torch import save_file
-
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-        check_tensors(self, tensors)
-        # Weights first, config last, each renamed into place: a half-written folder never loads.
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as handle:
-            temporary = Path(handle.name)
-        save_file(tensors, temporary)
-        os.chmod(temporary, 0o644)
-        done = dataclasses.replace(self, weights_sha256=file_sha256(temporary))
-        temporary.replace(folder / WEIGHTS_NAME)
-        text = json.dumps(dataclasses.asdict(done), indent=2) + "\n"
-        temporary = folder / (CONFIG_NAME + ".tmp")
-        temporary.write_text(text)
-        temporary.replace(folder / CONFIG_NAME)
-        return done
+        return weights_folder.write(self, folder, tensors, expected_shapes(self), WHAT)
 
     def load_tensors(self, folder: str | os.PathLike) -> dict[str, torch.Tensor]:
         """Read model.safetensors, checking its hash, names and shapes."""
-        from safetensors.torch import load_file
-
-        path = Path(folder) / WEIGHTS_NAME
-        if not path.is_file():
-            raise ValueError(f"no exit drafter in {folder}: {WEIGHTS_NAME} is missing")
-        if file_sha256(path) != self.weights_sha256:
-            raise ValueError(
-                f"{path} does not match weights_sha256 in {CONFIG_NAME}: copy both files again"
-            )
-        tensors = load_file(path)
-        check_tensors(self, tensors)
-        return tensors
+        return weights_folder.read_tensors(self, folder, expected_shapes(self), WHAT)
 
     def check_base(self, model_dir: str | os.PathLike, served_name: str | None = None) -> None:
         """Refuse the drafter if it was trained for another model than the one in model_dir."""
@@ -162,21 +121,6 @@ def expected_shapes(config: ExitConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied_head:
         shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
     return shapes
-
-
-def check_tensors(config: ExitConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse tensors whose names or shapes do not follow from the config."""
-    shapes = expected_shapes(config)
-    if set(shapes) != set(tensors):
-        raise ValueError(
-            f"drafter weights do not fit the config: missing {sorted(set(shapes) - set(tensors))},"
-            f" unexpected {sorted(set(tensors) - set(shapes))}"
-        )
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(
-                f"drafter weight {name} has shape {tuple(tensors[name].shape)}, expected {shape}"
-            )
 
 
 # -- facts about the base model ---------------------------------------------------------------
@@ -254,9 +198,3 @@ def read_tensor(model_dir: Path, name: str) -> torch.Tensor:
         if name not in handle.keys():  # noqa: SIM118 (a safetensors handle is no dict)
             raise ValueError(f"{model_dir / file} has no tensor {name}")
         return handle.get_tensor(name)
-
-
-def file_sha256(path: str | os.PathLike) -> str:
-    """SHA-256 of a file's bytes."""
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
