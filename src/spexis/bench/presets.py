@@ -3,6 +3,7 @@
 
     spexis bench --preset cpu                    the demo model on a CPU (cpu.py)
     spexis bench --preset gpu2 --dims l70        two GPUs, random weights (gpu.py)
+    spexis bench --preset load --help            servers under load, over HTTP (load.py)
     spexis bench --preset gpu2 --help            the options of one preset
 
 Invariant: this module only chooses; a preset parses its own arguments.
@@ -15,7 +16,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-PRESETS = {"cpu": "cpu", "gpu2": "gpu", "gpu4": "gpu"}
+PRESETS = {"cpu": "cpu", "gpu2": "gpu", "gpu4": "gpu", "load": "load"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -154,12 +154,16 @@ class Launched:
 class Server(Launched):
     """`spexis serve` with these arguments, in a process of its own."""
 
-    def __init__(self, arguments: list[str], env: dict[str, str] | None = None):
+    def __init__(
+        self, arguments: list[str], env: dict[str, str] | None = None, *, stock: bool = False
+    ):
+        """stock: `vllm serve`, as it is."""
         self.port = free_port()
         self.url = f"http://{HOST}:{self.port}"
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [
-            *(sys.executable, "-m", "spexis.cli", "serve", *arguments),
+            *(sys.executable, "-m", "spexis.cli.launch" if stock else "spexis.cli"),
+            *("serve", *arguments),
             *("--host", HOST, "--port", str(self.port)),
         ]
         super().__init__(command, self.log, env or {})
