@@ -43,6 +43,8 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "scheduler": {
+        "vllm.v1.core.sched.scheduler:Scheduler.schedule": ("self", "throttle_prefills"),
+        "vllm.v1.core.sched.scheduler:Scheduler._request_blocks_can_be_freed": ("self", "request"),
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": (
             "self",
             "scheduler_output",

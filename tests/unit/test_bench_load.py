@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`spexis bench --preset load`: what it asks servers and client for, and what it makes of results."""
+"""`spexis bench --preset load`: what it asks servers and client for, and its summaries."""
 
 import gzip
 import itertools

@@ -236,7 +236,9 @@ class Lookahead:
         # Not the outlook: it is renewed because there is one less in `running`.
 
     def take_journal(self) -> list[dict[str, Any]]:
-        journal, self.journal = self.journal or [], []
+        if self.journal is None:
+            return []
+        journal, self.journal = self.journal, []
         return journal
 
     @property
