@@ -11,7 +11,7 @@ READY_DEV := $(VENV)/.spexis-ready-dev
 PY := $(VENV)/bin/python
 SPEXIS := $(VENV)/bin/spexis
 
-.PHONY: help setup model demo test test-all lint exact histories soak bench-cpu bench-memory \
+.PHONY: help setup model demo test test-all lint exact histories soak bench-cpu bench-memory bench-ladder \
   eval-drafter eval-length
 
 help: ## list the targets
@@ -48,6 +48,8 @@ bench-cpu: $(READY) ## Spexis against stock PP=2 and TP=2 at 1 to 16 streams
 	@$(SPEXIS) bench --preset cpu
 bench-memory: $(READY) ## look-ahead where KV memory is short: recomputed tokens, throughput, latency
 	@$(PY) -m spexis.bench.memory
+bench-ladder: $(READY) ## mode "auto" against stock PP=2 and Spexis at 1 to 64 streams, and load jumps
+	@$(PY) -m spexis.bench.ladder
 eval-drafter: $(READY) ## the shipped drafter's accuracy by task, and its acceptance in the engine
 	@$(SPEXIS) eval exit
 eval-length: $(READY) ## the shipped length predictor: precision and recall by remaining tokens
