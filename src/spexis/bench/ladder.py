@@ -4,11 +4,12 @@
     python -m spexis.bench.ladder                       # make bench-ladder
     python -m spexis.bench.ladder --concurrency 4 64 --crossings 4
 
-First `spexis bench --preset load` (load.py) with stock PP=2, Spexis, and Spexis with `mode` "auto", at
-1 to 64 streams over HTTP. Then the number of streams jumps between a load where speculation pays and
-one where it does not, and tokens are counted in windows of five seconds: none may hold fewer than
-80 % of what the slower of the two modes gives at that load when it is held there. Where the ladder
-shows no such pair of loads, drafts are made wrong on purpose (--acceptance), and the text with them.
+First `spexis bench --preset load` (load.py) with stock PP=2, Spexis, and Spexis with `mode`
+"auto", at 1 to 64 streams over HTTP. Then the number of streams jumps between a load where
+speculation pays and one where it does not, and tokens are counted in windows of five seconds:
+none may hold fewer than 80 % of what the slower of the two modes gives at that load when it is
+held there. Where the ladder shows no such pair of loads, drafts are made wrong on purpose
+(--acceptance), and the text with them.
 
 Invariant: windows are of the engine that switches, bounds of engines that do not, measured by the
 same client in the same run; a window that spans a jump is held against the lower of both loads.
