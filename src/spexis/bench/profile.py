@@ -32,7 +32,8 @@ from spexis.bench.drafter_time import drafter_seconds
 from spexis.bench.links import links
 from spexis.bench.options import add_engine_options, engine_options
 from spexis.core.placement import balanced_partition
-from spexis.core.stage_curve import FORMAT, StageCurve
+from spexis.core.profile_file import FORMAT
+from spexis.core.stage_curve import StageCurve
 
 HEAD_REPEATS = 30
 WARM = 4  # tokens of every request before the window

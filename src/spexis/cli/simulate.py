@@ -131,7 +131,7 @@ def _traces(options: argparse.Namespace) -> int:
 def load_profile(name: str):
     """A built-in profile, one estimated from presets, or a file."""
     from spexis.core.presets import HARDWARE, MEASURED, MODELS, estimate_profile
-    from spexis.core.stage_profile import StageProfile
+    from spexis.core.profile_file import ProfileFile
 
     if name in MEASURED:
         return MEASURED[name]
@@ -149,7 +149,7 @@ def load_profile(name: str):
             f"--profile {name}: no such file; built in are {', '.join(MEASURED)} and "
             f"HARDWARE/MODEL/STAGES/TENSOR of {', '.join(HARDWARE)} and {', '.join(MODELS)}"
         )
-    return StageProfile.load(name)
+    return ProfileFile.load(name).stage_profile()
 
 
 def _table(options: argparse.Namespace) -> int:
