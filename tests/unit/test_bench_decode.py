@@ -13,8 +13,8 @@ from spexis.bench.decode import DecodeSpec, arrivals, environment, llm_arguments
 from spexis.bench.decode_child import Child
 from spexis.bench.options import add_engine_options, engine_options
 from spexis.config import ConfigError
+from spexis.core.profile_file import ProfileFile
 from spexis.core.stage_curve import StageCurve
-from spexis.core.stage_profile import from_measurement
 from spexis.observability.counters import SpexisCounters
 
 SP = {"method": "synthetic", "acceptance": 0.5}
@@ -291,7 +291,7 @@ def test_profile_file_is_what_the_stage_curve_reads(fake_engine, tmp_path, monke
     assert written["drafter_seconds"] == drafter and curve.drafter_seconds(64) == 0.0005
     # A layer takes .25 ms, the head 1 ms, the drafter .5 ms.
     assert written["balanced_split"]["2"] == [41, 39]
-    assert from_measurement(written)["drafter_seconds"] == 0.0006
+    assert ProfileFile.of(written).stage_profile().drafter[-1] == (128, 0.0006)
     assert written["host_seconds"]["64"] == {"scheduler": 0.0005, "worker": 0.002}
     assert written["link_seconds"] is None and "1 device" in written["link_note"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {

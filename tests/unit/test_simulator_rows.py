@@ -105,7 +105,7 @@ def test_removal_keeps_the_others_whole():
 
 def test_clock_of_one_stream():
     """One request of plain PP: its token takes the way through both stages, link and host."""
-    cost = flat_cost(2, 0.010, hidden_link=((1, 0.001),), host_seconds=0.002)
+    cost = flat_cost(2, 0.010, hidden_link=((1, 0.001),), host=((1, 0.002),))
     clock = PipelineClock(cost)
     assert clock.run(0, 1, 0, 0) == pytest.approx(0.023)
     clock.run(1, 0, 0, 0)
@@ -113,8 +113,9 @@ def test_clock_of_one_stream():
 
 
 def test_clock_paces_full_steps_as_the_cost_model_says():
-    for host in (0.0, 0.005):
-        cost = flat_cost(3, 0.010, host_seconds=host)
+    for host, overlaps in ((0.0, False), (0.005, False), (0.005, True), (0.013, True)):
+        cost = flat_cost(3, 0.010, host=((1, host),), host_overlaps=overlaps)
+        assert cost.step_seconds(8) == pytest.approx(max(0.010 + host / 3 * (not overlaps), host))
         clock = PipelineClock(cost)
         begins = []
         for step in range(31):

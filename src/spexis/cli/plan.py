@@ -81,7 +81,10 @@ def _estimated(options: argparse.Namespace):
         options.acceptance,
         stack,
     )
-    assumptions = [f"links: {hardware.source}", f"host ({stack.name}): {stack.source}"]
+    assumptions = [
+        f"assumed - links: {hardware.source}",
+        f"assumed - host ({stack.name}): {stack.source}",
+    ]
     if options.acceptance is None and not model.accepted:
         assumptions.append("no SP: how often drafts are right is not known; give --acceptance")
     return found, assumptions
@@ -114,29 +117,29 @@ def _measured(options: argparse.Namespace):
         options.prompt,
         options.acceptance,
     )
-    notes = [f"times: {profile.source}"]
+    notes = [f"measured - times: {profile.source}"]
     if options.acceptance is None and not any(o.mode == "sp" for o in found):
         notes.append("no SP: how often drafts are right is not known; give --acceptance")
     if file.device_memory is None:
-        notes.append("memory: not looked at (the profile names no device with its own)")
+        notes.append("not looked at - memory: the profile names no device with its own")
     return found, notes + measured_notes(profile, options.no_p2p)
 
 
 def measured_notes(profile, no_p2p: bool) -> list[str]:
     """What a ranking from a measured stage rests on."""
     if profile.tensor_parallel > 1:
-        return [f"all-reduces: in the stage's times, so only TP{profile.tensor_parallel} is priced"]
+        return [f"measured - all-reduces: in the stage's times, so only TP{profile.tensor_parallel} is priced"]
     if not profile.all_reduce:
         return ["no TP: the profile has no all-reduce times; measure it on two devices"]
     notes = [
-        "TP: L layers halved over two devices take what L/2 layers take on one (nothing is lost to "
+        "assumed - TP: L layers halved over two devices take what L/2 layers take on one (nothing is lost to "
         "narrower matrices), and two all-reduces a layer"
     ]
     if no_p2p:
-        notes.append("links: without peer access between devices")
+        notes.append("measured - links: without peer access between devices")
     if profile.all_reduce_by == "torch":
         notes.append(
-            "all-reduce: NCCL's or Gloo's own time, since this profile has none of vLLM's"
+            "measured - all-reduce: NCCL's or Gloo's own time, since this profile has none of vLLM's"
             + ("" if no_p2p else ", which is faster with peer access: TP may be priced too high")
         )
     return notes
@@ -160,7 +163,7 @@ def load_model(name: str):
 
 def _print(options: list, assumptions: list[str]) -> None:
     for text in assumptions:
-        print(f"assumed - {text}")
+        print(text)
     print(f"{'split':<26}{'tokens/s':>9}{'TPOT ms':>9}{'prefill ms':>11}{'KV tokens':>11}  why")
     for o in options:
         print(

@@ -291,7 +291,8 @@ class Serving:
             need //= block
         else:
             need >>= block.bit_length() - 1  # several times as fast
-        return np.maximum(need - rows.blocks[:size], 0)
+        need -= rows.blocks[:size]
+        return np.maximum(need, 0, out=need)
 
     def _relieve(self, missing: np.ndarray, short: int) -> np.ndarray | None:
         self.memory_bound = True
