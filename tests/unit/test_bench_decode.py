@@ -354,6 +354,27 @@ def test_one_device_has_no_link():
     assert links.links("cuda", hidden_size=8, rows=[1], num_devices=1) is None
 
 
+def test_links_keep_what_was_measured_when_vllms_all_reduce_fails(monkeypatch):
+    asked = []
+
+    def measure(order, extra):
+        asked.append((order["what"], order.get("custom"), extra))
+        if order["what"] == "torch":
+            return {"send": {"1": 1e-5}, "all_reduce": {"1": 4e-5}}
+        if order["custom"]:
+            raise RuntimeError("link times failed: first\nno kernel\n")
+        return {"tp_all_reduce": {"1": 3e-5}}
+
+    monkeypatch.setattr(links, "_measure", measure)
+    found = links.links("cuda", hidden_size=8, rows=[1], num_devices=2)
+    assert found["p2p"]["tp_all_reduce"] is None
+    assert found["p2p"]["tp_note"] == "failed: no kernel"
+    assert found["p2p"]["all_reduce"] == {"1": 4e-5}
+    assert found["no_p2p"]["tp_all_reduce"] == {"1": 3e-5}
+    off = {"NCCL_P2P_DISABLE": "1"}
+    assert asked[2:] == [("torch", None, off), ("vllm", False, off)]
+
+
 # -- the bench command chooses a preset ------------------------------------------------------------
 
 

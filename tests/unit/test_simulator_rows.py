@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulator's pipeline against the law, and its clock against sums done by hand."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from spexis.core.cost_model import CostModel
 from spexis.core.law import rows_per_token, tokens_per_step
+from spexis.core.profile_file import ProfileFile
 from spexis.core.stage_profile import StagePoints, StageProfile
 from spexis.simulator import fixed_batch
 from spexis.simulator.clock import PipelineClock
 from spexis.simulator.drafts import DraftSource
 from spexis.simulator.rows import Rows
+from spexis.simulator.tables import measured_table
 
 
 def flat_cost(stages: int, seconds: float = 0.01, **changes) -> CostModel:
@@ -136,3 +141,22 @@ def test_large_step_is_waited_for_by_small_ones():
     for step in range(40):
         clock.run(step, 1 if step % 2 else 256, 0, 0)
     assert clock.next_begin(40) / 40 == pytest.approx(0.03, rel=0.05)
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+
+
+def test_steady_rates_of_two_h200s():
+    """PP2 and SP2 of 1 to 256 requests at p = .596, .7 and .785 from the profile of another day.
+
+    The bounds are what was found on 2026-11-30: PP2 -1 to 6 %, SP2 -1 to 5 % too fast. The profile
+    is of one stage alone; in a pipeline steps from 96 rows on take 2 to 5 % longer.
+    """
+    file = ProfileFile.load(RESULTS / "2026-11-30-gpu-profile-l70.json")
+    record = json.loads((RESULTS / "gpu2-l70-2026-11-30-b.json").read_text())
+    table = measured_table(file, record)
+    assert len(table) == 32
+    for row in table:
+        highest = 0.06 if row["engine"] == "pp2" else 0.05
+        assert -0.015 < row["error"] < highest, row
+    assert all(abs(row["error"]) < 0.015 for row in table if row["batch"] in (16, 32))

@@ -51,8 +51,8 @@ def _link(order: dict[str, Any], p2p: bool) -> dict[str, Any]:
     try:  # processes of their own: what fails in vLLM must not cost the rest
         found |= _measure({**order, "what": "vllm", "custom": p2p}, extra)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
-        lines = str(error).strip().splitlines()
-        found |= {"tp_all_reduce": None, "tp_note": f"failed: {lines[-1] if lines else error!r}"}
+        why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        found |= {"tp_all_reduce": None, "tp_note": f"failed: {why}"}
     return found
 
 

@@ -188,8 +188,6 @@ def check(case: Case, file: ProfileFile) -> Checked:
     return Checked(case, predicted, choice, options[0].mode == "sp-alpha")
 
 
-
-
 # -- reporting -------------------------------------------------------------------------------------
 
 
@@ -226,9 +224,7 @@ def print_table(checked: Sequence[Checked]) -> None:
     )
     for c in checked:
         case = c.case
-        rates = "".join(
-            f"{case.measured[mode]:>9.1f} {c.error(mode):>+7.1%}" for mode in MODES
-        )
+        rates = "".join(f"{case.measured[mode]:>9.1f} {c.error(mode):>+7.1%}" for mode in MODES)
         note = "" if c.share >= WANTED else "  wrong"
         note += "  (SP-alpha first)" if c.alpha_first else ""
         print(

@@ -128,18 +128,19 @@ def _measured(options: argparse.Namespace):
 def measured_notes(profile, no_p2p: bool) -> list[str]:
     """What a ranking from a measured stage rests on."""
     if profile.tensor_parallel > 1:
-        return [f"measured - all-reduces: in the stage's times, so only TP{profile.tensor_parallel} is priced"]
+        ranks = profile.tensor_parallel
+        return [f"measured - all-reduces: in the stage's times, so only TP{ranks} is priced"]
     if not profile.all_reduce:
         return ["no TP: the profile has no all-reduce times; measure it on two devices"]
     notes = [
-        "assumed - TP: L layers halved over two devices take what L/2 layers take on one (nothing is lost to "
-        "narrower matrices), and two all-reduces a layer"
+        "assumed - TP: L layers halved over two devices take what L/2 layers take on one (nothing "
+        "is lost to narrower matrices), and two all-reduces a layer"
     ]
     if no_p2p:
         notes.append("measured - links: without peer access between devices")
     if profile.all_reduce_by == "torch":
         notes.append(
-            "measured - all-reduce: NCCL's or Gloo's own time, since this profile has none of vLLM's"
+            "measured - all-reduce: NCCL's or Gloo's own time, this profile has none of vLLM's"
             + ("" if no_p2p else ", which is faster with peer access: TP may be priced too high")
         )
     return notes

@@ -67,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         "SP against TP with presets beside the published rows, or --profile's steady decode rates "
         "of PP2 and SP beside those of --results",
     )
-    parser.add_argument("--results", help="file of `spexis bench --preset gpu2`, for --table measured")
+    parser.add_argument(
+        "--results", help="file of `spexis bench --preset gpu2`, for --table measured"
+    )
     return parser
 
 
@@ -198,7 +200,9 @@ def _measured(options: argparse.Namespace):
     from spexis.core.profile_file import ProfileFile
 
     if not options.results:
-        raise ConfigError("--table measured needs --results: a file of `spexis bench --preset gpu2`")
+        raise ConfigError(
+            "--table measured needs --results: a file of `spexis bench --preset gpu2`"
+        )
     try:
         record = json.loads(Path(options.results).read_text())
     except (OSError, ValueError) as error:

@@ -245,7 +245,9 @@ class CostModel:
             [s.table(max_rows) + s.kv_price * kv_tokens_per_row * rows for s in self.stages]
         )
         if self._between.shape[1] <= max_rows:
-            self._between = np.array([[c(r) for r in rows.tolist()] for c in (self.link, self.host)])
+            self._between = np.array(
+                [[c(r) for r in rows.tolist()] for c in (self.link, self.host)]
+            )
         link, host = self._between[:, : max_rows + 1]
         behind, ahead = (0.0, host) if self.host_overlaps else (host, 0.0)
         circle = (times.sum(axis=0) + (self.num_stages - 1) * link + behind) / self.num_stages

@@ -111,7 +111,9 @@ def plan_measured(
     def profile(stages: int, tensor: int, drafter: bool) -> StageProfile | None:
         return measured.split(stages, tensor)
 
-    return _ranked(profile, model, memory, Wanted(gpus, batch, context, prompt, acceptance, replicas))
+    return _ranked(
+        profile, model, memory, Wanted(gpus, batch, context, prompt, acceptance, replicas)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,9 +257,7 @@ def _all_reduce_seconds(profile: StageProfile, rows: int) -> float:
     return 2 * max(profile.layers_per_stage) * Curve(profile.all_reduce)(rows)
 
 
-def _scaled(
-    option: Option, copies: int, kv_tokens: int | None, weights: int, asked: int
-) -> Option:
+def _scaled(option: Option, copies: int, kv_tokens: int | None, weights: int, asked: int) -> Option:
     short = f"; memory holds {option.batch} of {asked} requests" if option.batch < asked else ""
     return replace(
         option,

@@ -2,8 +2,8 @@
 """The file that `spexis profile` writes, read and checked: the one schema of measured times.
 
     file = ProfileFile.load("profile.json")
-    file.stage_profile()                 # for plan and simulate; stage_profile(p2p=False): the links
-    file.model, file.device_memory       # presets.Model, bytes of a device (None on a CPU)
+    file.stage_profile()             # for plan and simulate; p2p=False: without peer access
+    file.model, file.device_memory   # presets.Model, bytes of a device (None on a CPU)
 
 The keys are in docs/profile.md. Required are format, layers, points and head_seconds; a question
 for another key that is missing is refused where it is asked. The placement and the GPU presets
