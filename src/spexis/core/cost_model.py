@@ -256,7 +256,7 @@ class CostModel:
     @property
     def kv_price(self) -> float:
         """Seconds a step takes longer for one more KV token: the slowest stage's."""
-        return max(stage.kv_price for stage in self.stages)
+        return max([stage.kv_price for stage in self.stages])  # a list: asked every step
 
 
 def _kv_seconds(measured: StagePoints) -> float:

@@ -147,7 +147,7 @@ def measured_row(file: ProfileFile, cell: Mapping[str, Any], rows_run: int = 640
     """The steady decode rate that the profile's times give, against the measured one.
 
     The synthetic drafter takes no time, so none is simulated; drafts are right as often as was
-    counted. rows_run: of the simulation, which has 200 steps at least.
+    counted. rows_run: of the simulation, in 200 to 3000 steps.
     """
     batch, speculative = cell["rows"], cell["engine"] != "pp2"
     profile = file.stage_profile(p2p=not cell["engine"].endswith("no_p2p")).split(2, 1)
@@ -156,7 +156,7 @@ def measured_row(file: ProfileFile, cell: Mapping[str, Any], rows_run: int = 640
         batch,
         DraftSource(cell["acceptance"] if speculative else 0.5),
         None if speculative else fixed_batch.plain,
-        steps=max(200, rows_run // batch),
+        steps=min(max(200, rows_run // batch), 3000),
         warm_up=50,
         kv_tokens_per_row=cell["context"],
     )
