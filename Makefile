@@ -11,7 +11,7 @@ READY_DEV := $(VENV)/.spexis-ready-dev
 PY := $(VENV)/bin/python
 SPEXIS := $(VENV)/bin/spexis
 
-.PHONY: help setup model demo test test-all lint exact histories soak bench-cpu plan-check eval-drafter
+.PHONY: help setup model demo test test-all lint exact histories soak bench-cpu eval-drafter
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' $(MAKEFILE_LIST)
@@ -45,6 +45,7 @@ soak: $(READY) ## 2,000 requests over HTTP with aborts, stops, disconnects and K
 	@$(PY) -m spexis.bench.soak
 bench-cpu: $(READY) ## Spexis against stock PP=2 and TP=2 at 1 to 16 streams
 	@$(SPEXIS) bench --preset cpu
+.PHONY: plan-check
 plan-check: $(READY) ## the planner's first choice against what was measured on two GPUs
 	@$(PY) -m spexis.bench.plan_check
 eval-drafter: $(READY) ## the shipped drafter's accuracy by task, and its acceptance in the engine
