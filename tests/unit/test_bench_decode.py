@@ -291,7 +291,9 @@ def test_profile_file_is_what_the_stage_curve_reads(fake_engine, tmp_path, monke
     assert written["drafter_seconds"] == drafter and curve.drafter_seconds(64) == 0.0005
     # A layer takes .25 ms, the head 1 ms, the drafter .5 ms.
     assert written["balanced_split"]["2"] == [41, 39]
-    assert ProfileFile.of(written).stage_profile().drafter[-1] == (128, 0.0006)
+    file = ProfileFile.of(written)
+    assert file.stage_profile().drafter[-1] == (128, 0.0006)
+    assert (file.model.layers, file.model.head_dim) == (80, 128)
     assert written["host_seconds"]["64"] == {"scheduler": 0.0005, "worker": 0.002}
     assert written["link_seconds"] is None and "1 device" in written["link_note"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {

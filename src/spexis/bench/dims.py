@@ -76,7 +76,7 @@ DIMS: dict[str, dict[str, Any]] = {
     },
     "cpu": {  # the random-weight model of `spexis bench --preset cpu`: near the demo model's sizes
         **_LLAMA3,
-        "vocab_size": 16384,  # small, so that the last stage's head does not unbalance an even split
+        "vocab_size": 16384,  # small: the last stage's head must not unbalance an even split
         "hidden_size": 576,
         "intermediate_size": 1536,
         "num_hidden_layers": 30,
@@ -97,7 +97,6 @@ SIZE_KEYS = (
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    "head_dim",
     "vocab_size",
 )
 

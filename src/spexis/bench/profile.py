@@ -165,7 +165,8 @@ def measure_stage(
                     on_point()
             host = _host_seconds(engine, batches, contexts[0], tokens, device)
         return {
-            "model": dims.sizes(model),
+            # Not in sizes(), which decides whether a GPU preset's file may be continued.
+            "model": {**dims.sizes(model), "head_dim": dims.read_config(model).get("head_dim")},
             "layers": layers,
             "tensor_parallel_size": tensor,
             "weights": "random",
