@@ -9,9 +9,10 @@ For every batch, acceptance and kind of link in results of `spexis bench --prese
 1, 4 and 16 streams of the random-weight model in those of `spexis bench --preset cpu`, the planner
 ranks PP2, TP2 and SP2 from the profile (a file of `spexis profile`, measured apart). A case is
 right if its first choice was measured within 3 % of the fastest of the three. The acceptance is
-the counted one. SP-alpha was not measured: where the planner would put it first, that is said and
-the first of the three is judged. A pipeline without peer access was not measured everywhere: then
-its rate with it counts (two messages a step). Prints a table, ends with one JSON line.
+the counted one; no drafter is priced, since those of the benchmarks (synthetic, oracle) take no
+time. SP-alpha was not measured: where the planner would put it first, that is said and the first of
+the three is judged. A pipeline without peer access was not measured everywhere: then its rate with
+it counts (two messages a step). Prints a table, ends with one JSON line.
 
 Invariant: nothing is fitted here; a case without all three rates is not counted.
 """
@@ -22,7 +23,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ class Checked:
     choice: str
     alpha_first: bool
     """SP-alpha is predicted to be faster than all three."""
+    all_reduce_by: str
+    """StageProfile.all_reduce_by"""
 
     @property
     def share(self) -> float:
@@ -166,8 +169,9 @@ def _cpu_cases(record: dict[str, Any], name: str, context: int) -> Iterator[Case
 
 
 def check(case: Case, file: ProfileFile) -> Checked:
+    profile = replace(file.stage_profile(case.p2p), drafter=())
     options = plan_measured(
-        file.stage_profile(case.p2p),
+        profile,
         file.model,
         file.device_memory,
         gpus=2,
@@ -185,7 +189,8 @@ def check(case: Case, file: ProfileFile) -> Checked:
         )
     predicted = {mode: rates[mode] for mode in MODES}
     choice = max(predicted, key=predicted.get)
-    return Checked(case, predicted, choice, options[0].mode == "sp-alpha")
+    alpha_first = options[0].mode == "sp-alpha"
+    return Checked(case, predicted, choice, alpha_first, profile.all_reduce_by)
 
 
 # -- reporting -------------------------------------------------------------------------------------
@@ -196,7 +201,8 @@ def summary(checked: Sequence[Checked]) -> dict[str, Any]:
     settings: dict[str, dict[str, Any]] = {}
     for c in checked:
         link = "p2p" if c.case.p2p else "no_p2p"
-        group = settings.setdefault(f"{c.case.source} {link}", {"cases": 0, "wrong": 0, "worst": 1})
+        start = {"all_reduce_by": c.all_reduce_by, "cases": 0, "wrong": 0, "worst": 1}
+        group = settings.setdefault(f"{c.case.source} {link}", start)
         group["cases"] += 1
         group["wrong"] += c.share < WANTED
         group["worst"] = min(group["worst"], round(c.share, 4))
@@ -230,6 +236,11 @@ def print_table(checked: Sequence[Checked]) -> None:
         print(
             f"{case.source:<24}{'p2p' if case.p2p else 'no p2p':>7}{case.batch:>6}"
             f"{case.acceptance:>6.3f}{rates}  {c.choice.upper() + '2':>6} {c.share:>6.3f}{note}"
+        )
+    if any(c.case.p2p and c.all_reduce_by == "torch" for c in checked):
+        print(
+            "TP2 with peer access is priced with NCCL's or Gloo's all-reduce, too high: the profile "
+            "has none of vLLM's own"
         )
 
 
