@@ -35,7 +35,7 @@ def test_two_h200s(capsys):
 
 
 def test_with_vllms_all_reduce_the_choice_follows_it(capsys, tmp_path):
-    """Were an all-reduce 15 us, about what measured TP rates leave at few rows, all would be right."""
+    """Were an all-reduce 15 us, about what measured rates leave at few rows, all would be right."""
     block = json.loads(plan_check.Path(PROFILE).read_text())
     rows = block["link_seconds"]["p2p"]["all_reduce"]
     block["link_seconds"]["p2p"]["tp_all_reduce"] = dict.fromkeys(rows, 15e-6)

@@ -239,8 +239,8 @@ def print_table(checked: Sequence[Checked]) -> None:
         )
     if any(c.case.p2p and c.all_reduce_by == "torch" for c in checked):
         print(
-            "TP2 with peer access is priced with NCCL's or Gloo's all-reduce, too high: the profile "
-            "has none of vLLM's own"
+            "TP2 with peer access is priced too high, with NCCL's or Gloo's all-reduce: the "
+            "profile has none of vLLM's own"
         )
 
 
