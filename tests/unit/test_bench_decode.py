@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spexis.bench import decode, dims, drafter_time, links, machine, presets, profile
+from spexis.bench import cpu, decode, dims, drafter_time, links, machine, presets, profile
 from spexis.bench.decode import DecodeSpec, arrivals, environment, llm_arguments, window_spread
 from spexis.bench.decode_child import Child
 from spexis.bench.options import add_engine_options, engine_options
@@ -233,6 +233,12 @@ def test_write_model_with_fewer_layers(tmp_path):
     assert dims.sizes(str(source))["name"] == "model"
     with pytest.raises(ConfigError, match=r"neither a set of dimensions .l8, l70, q32, tiny"):
         dims.write_model("l7", tmp_path)
+
+
+def test_the_cpu_benchs_random_model_can_be_profiled():
+    config = dims.read_config("cpu")
+    assert set(cpu.RANDOM_SIZES) <= set(config)
+    assert config["num_attention_heads"] % 2 == config["num_key_value_heads"] % 2 == 0  # for TP=2
 
 
 # -- profile ---------------------------------------------------------------------------------------
