@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 SPEXIS := $(VENV)/bin/spexis
 
 .PHONY: help setup model demo test test-all lint exact histories soak bench-cpu bench-memory bench-ladder \
-  eval-drafter eval-length
+  plan-check eval-drafter eval-length
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' $(MAKEFILE_LIST)
@@ -50,6 +50,8 @@ bench-memory: $(READY) ## look-ahead where KV memory is short: recomputed tokens
 	@$(PY) -m spexis.bench.memory
 bench-ladder: $(READY) ## mode "auto" against stock PP=2 and Spexis at 1 to 64 streams, and load jumps
 	@$(PY) -m spexis.bench.ladder
+plan-check: $(READY) ## the planner's first choice against what was measured on two GPUs
+	@$(PY) -m spexis.bench.plan_check
 eval-drafter: $(READY) ## the shipped drafter's accuracy by task, and its acceptance in the engine
 	@$(SPEXIS) eval exit
 eval-length: $(READY) ## the shipped length predictor: precision and recall by remaining tokens

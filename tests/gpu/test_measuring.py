@@ -27,6 +27,9 @@ def test_profile_of_a_few_layers(tmp_path):
     assert written["engine"]["runner"] == "V2" and written["engine"]["async_scheduling"]
     assert written["host_seconds"]["16"]["worker"] > 0
     assert (written["link_seconds"] is None) == (machine.num_gpus() < 2)
+    for link in (written["link_seconds"] or {}).values():
+        assert link["tp_all_reduce"], link["tp_note"]
+        assert all(seconds > 0 for seconds in link["tp_all_reduce"].values())
 
 
 @pytest.mark.skipif(machine.num_gpus() < 2, reason="gpu: needs two devices")

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from spexis.bench import decode, dims, drafter_time, links, machine, presets, profile
+from spexis.bench import cpu, decode, dims, drafter_time, links, machine, presets, profile
 from spexis.bench.decode import DecodeSpec, arrivals, environment, llm_arguments, window_spread
 from spexis.bench.decode_child import Child
 from spexis.bench.options import add_engine_options, engine_options
 from spexis.config import ConfigError
+from spexis.core.profile_file import ProfileFile
 from spexis.core.stage_curve import StageCurve
-from spexis.core.stage_profile import from_measurement
 from spexis.observability.counters import SpexisCounters
 
 SP = {"method": "synthetic", "acceptance": 0.5}
@@ -235,6 +235,12 @@ def test_write_model_with_fewer_layers(tmp_path):
         dims.write_model("l7", tmp_path)
 
 
+def test_the_cpu_benchs_random_model_can_be_profiled():
+    config = dims.read_config("cpu")
+    assert set(cpu.RANDOM_SIZES) <= set(config)
+    assert config["num_attention_heads"] % 2 == config["num_key_value_heads"] % 2 == 0  # for TP=2
+
+
 # -- profile ---------------------------------------------------------------------------------------
 
 
@@ -291,7 +297,9 @@ def test_profile_file_is_what_the_stage_curve_reads(fake_engine, tmp_path, monke
     assert written["drafter_seconds"] == drafter and curve.drafter_seconds(64) == 0.0005
     # A layer takes .25 ms, the head 1 ms, the drafter .5 ms.
     assert written["balanced_split"]["2"] == [41, 39]
-    assert from_measurement(written)["drafter_seconds"] == 0.0006
+    file = ProfileFile.of(written)
+    assert file.stage_profile().drafter[-1] == (128, 0.0006)
+    assert (file.model.layers, file.model.head_dim) == (80, 128)
     assert written["host_seconds"]["64"] == {"scheduler": 0.0005, "worker": 0.002}
     assert written["link_seconds"] is None and "1 device" in written["link_note"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
@@ -352,6 +360,27 @@ def test_point_is_the_median_with_spread():
 
 def test_one_device_has_no_link():
     assert links.links("cuda", hidden_size=8, rows=[1], num_devices=1) is None
+
+
+def test_links_keep_what_was_measured_when_vllms_all_reduce_fails(monkeypatch):
+    asked = []
+
+    def measure(order, extra):
+        asked.append((order["what"], order.get("custom"), extra))
+        if order["what"] == "torch":
+            return {"send": {"1": 1e-5}, "all_reduce": {"1": 4e-5}}
+        if order["custom"]:
+            raise RuntimeError("link times failed: first\nno kernel\n")
+        return {"tp_all_reduce": {"1": 3e-5}}
+
+    monkeypatch.setattr(links, "_measure", measure)
+    found = links.links("cuda", hidden_size=8, rows=[1], num_devices=2)
+    assert found["p2p"]["tp_all_reduce"] is None
+    assert found["p2p"]["tp_note"] == "failed: no kernel"
+    assert found["p2p"]["all_reduce"] == {"1": 4e-5}
+    assert found["no_p2p"]["tp_all_reduce"] == {"1": 3e-5}
+    off = {"NCCL_P2P_DISABLE": "1"}
+    assert asked[2:] == [("torch", None, off), ("vllm", False, off)]
 
 
 # -- the bench command chooses a preset ------------------------------------------------------------

@@ -120,6 +120,26 @@ def test_more_running_never_admits_more(running, prompts, capacity):
     assert memory.admit(more, *arguments, len(kv)) <= memory.admit(fewer, *arguments, len(kv) - 1)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 800)), max_size=20),
+    st.lists(st.integers(1, 3000), min_size=1, max_size=8),
+    st.floats(0.9, 1.6),
+)
+def test_what_surely_fits_is_admitted(running, prompts, room):
+    """The bound never promises more than the outlook, at capacities on both sides of it."""
+    kv, generated = np.array(running, np.int64).reshape(-1, 2).T
+    everyone = np.concatenate((kv, prompts))
+    memory = MemoryLookahead(int(room * (everyone.sum() + 300 * len(everyone))), 2)
+    count = len(prompts)
+    outlook = memory.project(arrays(kv, generated), 0.7)
+    new = (np.array(prompts), np.zeros(count, int), np.full(count, 10**6), len(kv))
+    if memory.surely_fits(everyone, 0.7):
+        assert memory.admit(outlook, *new) == count
+    assert not MemoryLookahead(int(everyone.sum()), 2).surely_fits(everyone, 0.7)
+    assert MemoryLookahead(10**7, 2).surely_fits(everyone, 0.7)
+
+
 def relieve(memory, running, short, wants=None, recompute=1e-4):
     outlook = memory.project(running, 0.8)
     wants = np.ones(len(running.kv_tokens), bool) if wants is None else wants

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mode control: changes for a clear gain only, comes back, and probes while it is plain PP."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -8,15 +10,12 @@ from spexis.core.cost_model import CostModel
 from spexis.core.mode import Mode, ModeControl
 from spexis.core.presets import MEASURED
 from spexis.core.selection import ConfidenceHistogram
-from spexis.core.stage_profile import StageProfile
 
 PROFILE = MEASURED["h200-llama-70b-pp2"]
 
 
 def control(drafter_seconds=0.0, **changes) -> ModeControl:
-    block = PROFILE.to_dict()
-    block["drafter_seconds"] = drafter_seconds
-    profile = StageProfile.from_dict(block)
+    profile = dataclasses.replace(PROFILE, drafter=((1, drafter_seconds),))
     return ModeControl(
         CostModel.from_profile(profile), CostModel.from_profile(profile, drafter=False), **changes
     )

@@ -2,6 +2,7 @@
 """The planner against what was measured on two H200s and against the published winners."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,8 @@ from spexis import cli
 from spexis.core.plan import beta_histogram, plan
 from spexis.core.presets import HARDWARE, MEASURED, MODELS, STACKS, estimate_profile
 from spexis.simulator.tables import PUBLISHED, published_row
+
+STORED = str(Path(__file__).parents[2] / "benchmarks/results/2026-11-30-gpu-profile-l70.json")
 
 
 def rate(options, mode, **match):
@@ -109,22 +112,53 @@ def test_plan_command(tmp_path, capsys):
         "vocab_size": 128256,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    argv = ["plan", "--model", str(tmp_path), "--gpus", "2", "--acceptance", "0.7"]
+    argv = ["plan", str(tmp_path), "--gpus", "2", "--acceptance", "0.7"]
     assert cli.main(argv) == 0
     assert "SP 2 stages" in capsys.readouterr().out
-    profile = tmp_path / "p.json"
-    MEASURED["h200-llama-70b-pp2"].save(profile)
-    assert cli.main(["plan", "--profile", str(profile), "--acceptance", "0.7"]) == 0
-    assert "PP 2 stages" in capsys.readouterr().out
+
+
+def test_plan_from_a_measured_profile(capsys):
+    def ranking(*more):
+        assert cli.main(["plan", "--profile", STORED, "--context", "128", *more]) == 0
+        out = capsys.readouterr().out
+        last = json.loads(out.splitlines()[-1])
+        return out, {o["label"]: o["tokens_per_second"] for o in last["ranking"]}
+
+    near_text, near = ranking("--acceptance", "0.785")
+    assert set(near) == {"TP2", "PP 2 stages", "SP 2 stages"}  # a GPU alone cannot hold it
+    assert "TP may be priced too high" in near_text
+    far_text, far = ranking("--acceptance", "0.785", "--no-p2p")
+    assert far["TP2"] < 0.9 * near["TP2"] and "without peer access" in far_text
+    assert far["SP 2 stages"] == pytest.approx(near["SP 2 stages"], rel=0.01)
+    _, four = ranking("--acceptance", "0.785", "--gpus", "4")
+    assert {"TP4", "PP 4 stages", "SP 2 stages TP2", "2xTP2"} <= set(four)
+    text, without = ranking()
+    assert "give --acceptance" in text and not any("SP" in label for label in without)
+    # The published acceptance of the model by that name, its dimensions being the profile's.
+    _, named = ranking("llama-70b")
+    assert "SP 2 stages" in named
+
+
+def test_a_profile_without_links_prices_no_tensor_parallelism(tmp_path, capsys):
+    block = json.loads(Path(STORED).read_text())
+    (tmp_path / "p.json").write_text(json.dumps({**block, "link_seconds": None}))
+    argv = ["plan", "--profile", str(tmp_path / "p.json"), "--acceptance", "0.7"]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "no TP: the profile has no all-reduce times" in out
+    assert "TP2" not in out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--model", "nothing"], "no preset"),
+        (["nothing"], "no preset"),
         (["--gpus", "0"], "above 0"),
         (["--acceptance", "2"], "from 0 to 1"),
-        (["--profile", "h200-llama-70b-pp2"], "needs --acceptance"),
+        (["--profile", "none.json"], "cannot be read"),
+        (["--profile", STORED, "--hardware", "h200"], "give one of them"),
+        (["--no-p2p"], "needs --profile"),
+        (["llama-8b", "--profile", STORED], "of another model (layers is 80 there and 32 in"),
     ],
 )
 def test_plan_mistakes_are_one_line(argv, words, capsys):

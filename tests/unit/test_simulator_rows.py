@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulator's pipeline against the law, and its clock against sums done by hand."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from spexis.core.cost_model import CostModel
 from spexis.core.law import rows_per_token, tokens_per_step
+from spexis.core.profile_file import ProfileFile
 from spexis.core.stage_profile import StagePoints, StageProfile
 from spexis.simulator import fixed_batch
 from spexis.simulator.clock import PipelineClock
 from spexis.simulator.drafts import DraftSource
 from spexis.simulator.rows import Rows
+from spexis.simulator.tables import measured_table
 
 
 def flat_cost(stages: int, seconds: float = 0.01, **changes) -> CostModel:
@@ -105,7 +110,7 @@ def test_removal_keeps_the_others_whole():
 
 def test_clock_of_one_stream():
     """One request of plain PP: its token takes the way through both stages, link and host."""
-    cost = flat_cost(2, 0.010, hidden_link=((1, 0.001),), host_seconds=0.002)
+    cost = flat_cost(2, 0.010, hidden_link=((1, 0.001),), host=((1, 0.002),))
     clock = PipelineClock(cost)
     assert clock.run(0, 1, 0, 0) == pytest.approx(0.023)
     clock.run(1, 0, 0, 0)
@@ -113,8 +118,9 @@ def test_clock_of_one_stream():
 
 
 def test_clock_paces_full_steps_as_the_cost_model_says():
-    for host in (0.0, 0.005):
-        cost = flat_cost(3, 0.010, host_seconds=host)
+    for host, overlaps in ((0.0, False), (0.005, False), (0.005, True), (0.013, True)):
+        cost = flat_cost(3, 0.010, host=((1, host),), host_overlaps=overlaps)
+        assert cost.step_seconds(8) == pytest.approx(max(0.010 + host / 3 * (not overlaps), host))
         clock = PipelineClock(cost)
         begins = []
         for step in range(31):
@@ -135,3 +141,22 @@ def test_large_step_is_waited_for_by_small_ones():
     for step in range(40):
         clock.run(step, 1 if step % 2 else 256, 0, 0)
     assert clock.next_begin(40) / 40 == pytest.approx(0.03, rel=0.05)
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+
+
+def test_steady_rates_of_two_h200s():
+    """PP2 and SP2 of 1 to 256 requests at p = .596, .7 and .785 from the profile of another day.
+
+    The bounds are what was found on 2026-11-30: PP2 -1 to 6 %, SP2 -1 to 5 % too fast. The profile
+    is of one stage alone; in a pipeline steps from 96 rows on take 2 to 5 % longer.
+    """
+    file = ProfileFile.load(RESULTS / "2026-11-30-gpu-profile-l70.json")
+    record = json.loads((RESULTS / "gpu2-l70-2026-11-30-b.json").read_text())
+    table = measured_table(file, record)
+    assert len(table) == 32
+    for row in table:
+        highest = 0.06 if row["engine"] == "pp2" else 0.05
+        assert -0.015 < row["error"] < highest, row
+    assert all(abs(row["error"]) < 0.015 for row in table if row["batch"] in (16, 32))

@@ -3,7 +3,8 @@
 
 import pytest
 
-from spexis.core.stage_curve import FORMAT, StageCurve, law_limit
+from spexis.core.profile_file import FORMAT
+from spexis.core.stage_curve import StageCurve, law_limit
 
 PROFILE = {
     "format": FORMAT,

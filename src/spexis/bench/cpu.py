@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from spexis.bench import engines, machine
+from spexis.bench import dims, engines, machine
 from spexis.bench.engines import EngineSpec
 from spexis.bench.live import Generated, LiveEngine
 from spexis.bench.prompts import chat_token_ids, load_prompts
@@ -202,29 +202,23 @@ def _random_part(prompts, acceptance: float, args, folder: str) -> dict[str, dic
     return _part(title, specs, prompts, args, folder, ignore_eos=True)
 
 
-RANDOM_VOCAB = 16384
+RANDOM_VOCAB = dims.DIMS["cpu"]["vocab_size"]
+RANDOM_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "tie_word_embeddings"),
+)
 
 
 def _random_model(folder: str) -> str:
-    """Sizes near the demo model's; the vocabulary is small so that the last stage's head does
-    not unbalance an even split."""
+    """The dimensions called "cpu" (dims.py, which says why), with weights and a tokenizer."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from spexis.demo_model import demo_model_dir
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=RANDOM_VOCAB,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,  # vLLM's CPU attention has no 72
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
+    config = LlamaConfig(**{key: dims.DIMS["cpu"][key] for key in RANDOM_SIZES})
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(demo_model_dir()).save_pretrained(folder)
     return folder

@@ -74,6 +74,20 @@ DIMS: dict[str, dict[str, Any]] = {
         "bos_token_id": 0,
         "eos_token_id": 1,
     },
+    "cpu": {  # the random-weight model of `spexis bench --preset cpu`: near the demo model's sizes
+        **_LLAMA3,
+        "vocab_size": 16384,  # small: the last stage's head must not unbalance an even split
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,  # even, unlike the demo model's, so that TP can halve them
+        "num_key_value_heads": 4,
+        "head_dim": 64,  # vLLM's CPU attention has no 72
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
 }
 
 SIZE_KEYS = (

@@ -35,7 +35,8 @@ from spexis.bench.options import add_engine_options, engine_options
 from spexis.bench.profile import measure_stage
 from spexis.config import ConfigError
 from spexis.core.placement import balanced_partition
-from spexis.core.stage_curve import FORMAT, StageCurve
+from spexis.core.profile_file import FORMAT
+from spexis.core.stage_curve import StageCurve
 
 DRAFTER_REPEATS = 50
 

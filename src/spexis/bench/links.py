@@ -2,17 +2,21 @@
 """Times of what travels between two devices: hidden states of a step, and an all-reduce.
 
     links("cuda", hidden_size=8192, rows=[1, 64, 128], num_devices=2)
-    {"p2p": {"send": {"64": 3.1e-05, ...}, "all_reduce": {...}}, "no_p2p": {...}}
+    {"p2p": {"send": {"64": 3.1e-05, ...}, "all_reduce": {...}, "tp_all_reduce": {...}},
+     "no_p2p": {...}}
 
 "send" is the one-way time of the two tensors [rows, hidden] that a vLLM stage hands on (hidden
-states and residual), "all_reduce" that of one [rows, hidden]. Both by torch.distributed: NCCL on
-CUDA, with and without NCCL_P2P_DISABLE=1, Gloo on CPU. vLLM's own all-reduce kernels, which it
-uses where devices see each other's memory, are faster at few rows. Invariant: None, not a guess,
-where there is only one device.
+states and residual), "all_reduce" that of one [rows, hidden], both by torch.distributed: NCCL on
+CUDA, with and without NCCL_P2P_DISABLE=1, Gloo on CPU. "tp_all_reduce" is the same one as vLLM
+runs it in a tensor-parallel group: by its own kernels where devices see each other's memory
+(without peer access they are off, as disable_custom_all_reduce does), on CUDA from within a CUDA
+graph; on a CPU through shared memory. Where that fails it is null and "tp_note" says why.
+Invariant: None, not a guess, where there is only one device.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -21,33 +25,42 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from spexis.bench import engines
 
 _WARM_UP = 5
+_PER_GRAPH = 32  # all-reduces, one behind the other as in a step; one launch for all of them
 
 
 def links(
     device: str, *, hidden_size: int, rows: Sequence[int], num_devices: int, repeats: int = 50
 ) -> dict | None:
     """Seconds by kind of link, operation and rows; None with one CUDA device."""
+    order = {"device": device, "hidden_size": hidden_size, "rows": list(rows), "repeats": repeats}
     if device == "cpu":
-        return {"gloo": _measure(device, hidden_size, rows, repeats, {})}
+        return {"gloo": _link(order, p2p=True)}
     if num_devices < 2:
         return None
-    return {
-        "p2p": _measure(device, hidden_size, rows, repeats, {}),
-        "no_p2p": _measure(device, hidden_size, rows, repeats, {"NCCL_P2P_DISABLE": "1"}),
-    }
+    return {"p2p": _link(order, p2p=True), "no_p2p": _link(order, p2p=False)}
 
 
-def _measure(
-    device: str, hidden_size: int, rows: Sequence[int], repeats: int, extra: dict[str, str]
-) -> dict:
-    order = {"device": device, "hidden_size": hidden_size, "rows": list(rows), "repeats": repeats}
+def _link(order: dict[str, Any], p2p: bool) -> dict[str, Any]:
+    extra = {} if p2p else {"NCCL_P2P_DISABLE": "1"}
+    found = _measure({**order, "what": "torch"}, extra)
+    try:  # processes of their own: what fails in vLLM must not cost the rest
+        found |= _measure({**order, "what": "vllm", "custom": p2p}, extra)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        found |= {"tp_all_reduce": None, "tp_note": f"failed: {why}"}
+    return found
+
+
+def _measure(order: dict[str, Any], extra: dict[str, str]) -> dict[str, Any]:
     env = {name: value for name, value in os.environ.items() if name != "NCCL_P2P_DISABLE"}
     source = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [source, env.get("PYTHONPATH")]))
+    env |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
@@ -83,12 +96,23 @@ def _measure(
 
 def _main(rank: int, store: str, order: dict) -> None:
     import torch
-    import torch.distributed as dist
 
     on_cuda = order["device"] == "cuda"
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
+    measure = _by_torch if order["what"] == "torch" else _by_vllm
+    found = measure(rank, store, order, device)
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    os._exit(0)  # communicators that graphs have captured can hang on their way out
+
+
+def _by_torch(rank: int, store: str, order: dict, device) -> dict[str, dict[str, float]]:
+    import torch
+    import torch.distributed as dist
+
+    on_cuda = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=2
     )
@@ -110,10 +134,60 @@ def _main(rank: int, store: str, order: dict) -> None:
         for name, call, share in (("send", there_and_back, 2), ("all_reduce", all_reduce, 1)):
             seconds = _seconds(call, order["repeats"], torch.cuda.synchronize if on_cuda else None)
             found[name][str(rows)] = seconds / share
-    if rank == 0:
-        print(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    return found
+
+
+def _by_vllm(rank: int, store: str, order: dict, device) -> dict[str, dict[str, float]]:
+    """The all-reduce of a tensor-parallel group of two, through vLLM's own entry point."""
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state, tensor_model_parallel_all_reduce
+
+    on_cuda = device.type == "cuda"
+    # Both ranks need the same name for the CPU's shared memory; vLLM's worker sets it likewise.
+    os.environ["VLLM_DIST_IDENT"] = f"links-{Path(store).parent.name}"
+    found: dict[str, float] = {}
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.set_custom_all_reduce(order["custom"])
+        parallel_state.init_distributed_environment(
+            world_size=2,
+            rank=rank,
+            local_rank=rank,
+            distributed_init_method=f"file://{store}",
+            backend="nccl" if on_cuda else "gloo",
+        )
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        for rows in order["rows"]:
+            x = torch.zeros(rows, order["hidden_size"], dtype=dtype, device=device)
+            if on_cuda:
+                found[str(rows)] = _in_graph(tensor_model_parallel_all_reduce, x, order["repeats"])
+            else:
+                call = functools.partial(tensor_model_parallel_all_reduce, x)
+                found[str(rows)] = _seconds(call, order["repeats"], None)
+        torch.distributed.barrier()
+    return {"tp_all_reduce": found}
+
+
+def _in_graph(all_reduce, x, repeats: int) -> float:
+    """Seconds of one, as part of a CUDA graph of several in a row. x: [rows, hidden]"""
+    import torch
+    from vllm.distributed.parallel_state import graph_capture
+
+    def chain(y):
+        for _ in range(_PER_GRAPH):
+            y = all_reduce(y)
+        return y
+
+    graph = torch.cuda.CUDAGraph()
+    with graph_capture(x.device) as context:
+        chain(x)  # what is allocated or looked up at first use must not be captured
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=context.stream):
+            chain(x)
+    return _seconds(graph.replay, repeats, torch.cuda.synchronize) / _PER_GRAPH
 
 
 def _seconds(call, repeats: int, synchronize) -> float:

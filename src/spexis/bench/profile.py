@@ -32,7 +32,8 @@ from spexis.bench.drafter_time import drafter_seconds
 from spexis.bench.links import links
 from spexis.bench.options import add_engine_options, engine_options
 from spexis.core.placement import balanced_partition
-from spexis.core.stage_curve import FORMAT, StageCurve
+from spexis.core.profile_file import FORMAT
+from spexis.core.stage_curve import StageCurve
 
 HEAD_REPEATS = 30
 WARM = 4  # tokens of every request before the window
@@ -164,7 +165,8 @@ def measure_stage(
                     on_point()
             host = _host_seconds(engine, batches, contexts[0], tokens, device)
         return {
-            "model": dims.sizes(model),
+            # Not in sizes(), which decides whether a GPU preset's file may be continued.
+            "model": {**dims.sizes(model), "head_dim": dims.read_config(model).get("head_dim")},
             "layers": layers,
             "tensor_parallel_size": tensor,
             "weights": "random",

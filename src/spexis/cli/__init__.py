@@ -68,7 +68,7 @@ examples:
   spexis bench --preset cpu
   spexis bench --preset gpu2 --dims l70
   spexis profile MODEL --output profile.json
-  spexis plan --hardware a100 --gpus 8 --model llama-70b
+  spexis plan llama-70b --hardware a100 --gpus 8
   spexis simulate --trace azure2023_conv.csv.gz     or poisson:rate=6,requests=2000
   spexis top http://localhost:8000                  what a running server does, live
   spexis env                                        is everything in place?

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`spexis plan`: which split of a model over GPUs is fastest, TP, PP, SP or a mix, and why.
 
-    spexis plan --hardware h100 --gpus 8 --model llama-70b --batch 64
-    spexis plan --hardware rtx-pro-6000 --gpus 4 --model path/to/config.json --acceptance 0.7
-    spexis plan --profile measured.json --batch 128 --acceptance 0.66
+    spexis plan llama-70b --hardware h100 --gpus 8 --batch 64
+    spexis plan path/to/config.json --hardware rtx-pro-6000 --gpus 4 --acceptance 0.7
+    spexis plan --profile profile.json --batch 128 --acceptance 0.66        # measured: better
+    spexis plan --profile profile.json --gpus 4 --no-p2p --acceptance 0.66
 
-With --profile only the splits of that measured profile are priced; else presets with stated
-assumptions (core/presets.py). The last line is one JSON object.
+With --profile (a file that `spexis profile` wrote) times are measured ones, without it presets with
+stated assumptions (core/presets.py). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -19,29 +20,41 @@ from pathlib import Path
 
 from spexis.config import ConfigError
 
+DEFAULT_HARDWARE, DEFAULT_MODEL = "h100", "llama-70b"
+
 
 def main(argv: Sequence[str]) -> int:
     from spexis.core.presets import HARDWARE, MODELS, STACKS
 
     parser = argparse.ArgumentParser(prog="spexis plan", description=__doc__.splitlines()[0])
-    parser.add_argument("--hardware", choices=list(HARDWARE), default="h100")
     parser.add_argument(
-        "--model", default="llama-70b", help=f"{', '.join(MODELS)}, or a Hugging Face config.json"
+        "model",
+        nargs="?",
+        help=f"{', '.join(MODELS)}, or a Hugging Face config.json; default: the profile's, else "
+        f"{DEFAULT_MODEL}",
     )
-    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--hardware", choices=list(HARDWARE), help=f"default: {DEFAULT_HARDWARE}")
+    parser.add_argument("--gpus", type=int, help="default: those of the profile's stages, else 8")
     parser.add_argument("--batch", type=int, default=64, help="requests running at once")
     parser.add_argument("--context", type=int, default=1000, help="mean tokens of a request")
     parser.add_argument("--prompt", type=int, default=512, help="tokens, for the time to prefill")
     parser.add_argument("--acceptance", type=float, help="drafts right; default: published ones")
     parser.add_argument("--stack", choices=list(STACKS), default="vllm-0.32")
-    parser.add_argument("--profile", help="measured profile file instead of presets")
+    parser.add_argument("--profile", help="measured file instead of presets")
+    parser.add_argument(
+        "--no-p2p", action="store_true", help="links of the profile without peer access"
+    )
     parser.add_argument("--top", type=int, default=12, help="rows shown")
     options = parser.parse_args(list(argv))
     for name in ("gpus", "batch", "context", "prompt"):
-        if getattr(options, name) < 1:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)}: allowed is a number above 0")
     if options.acceptance is not None and not 0 <= options.acceptance <= 1:
         raise ConfigError(f"--acceptance {options.acceptance}: allowed is a number from 0 to 1")
+    if options.profile and options.hardware:
+        raise ConfigError("--profile and --hardware: give one of them")
+    if options.no_p2p and not options.profile:
+        raise ConfigError("--no-p2p needs --profile; of presets choose --hardware h200-no-p2p")
     found, assumptions = _measured(options) if options.profile else _estimated(options)
     _print(found[: options.top], assumptions)
     best = {**dataclasses.asdict(found[0]), "label": found[0].label} if found else None
@@ -56,41 +69,81 @@ def _estimated(options: argparse.Namespace):
     from spexis.core.plan import plan
     from spexis.core.presets import HARDWARE, STACKS
 
-    hardware, stack = HARDWARE[options.hardware], STACKS[options.stack]
-    model = load_model(options.model)
+    hardware, stack = HARDWARE[options.hardware or DEFAULT_HARDWARE], STACKS[options.stack]
+    model = load_model(options.model or DEFAULT_MODEL)
     found = plan(
         hardware,
         model,
-        options.gpus,
+        options.gpus or 8,
         options.batch,
         options.context,
         options.prompt,
         options.acceptance,
         stack,
     )
-    assumptions = [f"links: {hardware.source}", f"host ({stack.name}): {stack.source}"]
+    assumptions = [
+        f"assumed - links: {hardware.source}",
+        f"assumed - host ({stack.name}): {stack.source}",
+    ]
     if options.acceptance is None and not model.accepted:
         assumptions.append("no SP: how often drafts are right is not known; give --acceptance")
     return found, assumptions
 
 
 def _measured(options: argparse.Namespace):
-    from spexis.cli.simulate import load_profile
-    from spexis.core.plan import price
+    from spexis.core.plan import plan_measured
+    from spexis.core.profile_file import ProfileFile
 
-    profile = load_profile(options.profile)
-    modes = ("tp",) if profile.num_stages == 1 else ("pp", "sp")
-    found = []
-    for mode in modes:
-        if mode == "sp" and options.acceptance is None:
-            continue
-        found += price(
-            profile, mode, options.batch, options.context, options.prompt, options.acceptance
+    file = ProfileFile.load(options.profile)
+    profile, model = file.stage_profile(p2p=not options.no_p2p), file.model
+    if options.model:
+        asked = load_model(options.model)
+        for key in ("layers", "hidden", "intermediate", "vocab"):
+            here, there = getattr(asked, key), getattr(model, key)
+            if here != there:
+                raise ConfigError(
+                    f"--profile {options.profile} is of another model ({key} is {there} there and "
+                    f"{here} in {options.model}): measure this one with `spexis profile`"
+                )
+        model = dataclasses.replace(model, accepted=asked.accepted)
+    gpus = options.gpus or profile.num_stages * profile.tensor_parallel
+    found = plan_measured(
+        profile,
+        model,
+        file.device_memory,
+        gpus,
+        options.batch,
+        options.context,
+        options.prompt,
+        options.acceptance,
+    )
+    notes = [f"measured - times: {profile.source}"]
+    if options.acceptance is None and not any(o.mode == "sp" for o in found):
+        notes.append("no SP: how often drafts are right is not known; give --acceptance")
+    if file.device_memory is None:
+        notes.append("not looked at - memory: the profile names no device with its own")
+    return found, notes + measured_notes(profile, options.no_p2p)
+
+
+def measured_notes(profile, no_p2p: bool) -> list[str]:
+    """What a ranking from a measured stage rests on."""
+    if profile.tensor_parallel > 1:
+        ranks = profile.tensor_parallel
+        return [f"measured - all-reduces: in the stage's times, so only TP{ranks} is priced"]
+    if not profile.all_reduce:
+        return ["no TP: the profile has no all-reduce times; measure it on two devices"]
+    notes = [
+        "assumed - TP: L layers halved over two devices take what L/2 layers take on one (nothing "
+        "is lost to narrower matrices), and two all-reduces a layer"
+    ]
+    if no_p2p:
+        notes.append("measured - links: without peer access between devices")
+    if profile.all_reduce_by == "torch":
+        notes.append(
+            "measured - all-reduce: NCCL's or Gloo's own time, this profile has none of vLLM's"
+            + ("" if no_p2p else ", which is faster with peer access: TP may be priced too high")
         )
-    if profile.num_stages > 1 and options.acceptance is None:
-        raise ConfigError("--profile needs --acceptance: how often drafts are right")
-    found.sort(key=lambda o: -o.tokens_per_second)
-    return found, [f"profile: {profile.source or options.profile}"]
+    return notes
 
 
 def load_model(name: str):
@@ -102,27 +155,16 @@ def load_model(name: str):
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     try:
-        block = json.loads(path.read_text())
-        heads = block["num_attention_heads"]
-        return Model(
-            name=name,
-            layers=block["num_hidden_layers"],
-            hidden=block["hidden_size"],
-            intermediate=block["intermediate_size"],
-            heads=heads,
-            kv_heads=block.get("num_key_value_heads") or heads,
-            head_dim=block.get("head_dim") or block["hidden_size"] // heads,
-            vocab=block["vocab_size"],
-        )
+        return Model.from_config(name, json.loads(path.read_text()))
     except OSError as error:
-        raise ConfigError(f"--model {name}: no preset ({', '.join(MODELS)}) and {error}") from error
+        raise ConfigError(f"model {name}: no preset ({', '.join(MODELS)}) and {error}") from error
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"--model {name}: no dense decoder's config: {error}") from error
+        raise ConfigError(f"model {name}: no dense decoder's config: {error}") from error
 
 
 def _print(options: list, assumptions: list[str]) -> None:
     for text in assumptions:
-        print(f"assumed - {text}")
+        print(text)
     print(f"{'split':<26}{'tokens/s':>9}{'TPOT ms':>9}{'prefill ms':>11}{'KV tokens':>11}  why")
     for o in options:
         print(

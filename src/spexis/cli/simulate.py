@@ -62,9 +62,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", help="write all figures to this JSON file")
     parser.add_argument(
         "--table",
-        choices=["selection", "published"],
+        choices=["selection", "published", "measured"],
         help="instead of a trace: selection rules at constant batches on the measured H200 curve, "
-        "or SP against TP with presets beside the published rows",
+        "SP against TP with presets beside the published rows, or --profile's steady decode rates "
+        "of PP2 and SP beside those of --results",
+    )
+    parser.add_argument(
+        "--results", help="file of `spexis bench --preset gpu2`, for --table measured"
     )
     return parser
 
@@ -131,7 +135,7 @@ def _traces(options: argparse.Namespace) -> int:
 def load_profile(name: str):
     """A built-in profile, one estimated from presets, or a file."""
     from spexis.core.presets import HARDWARE, MEASURED, MODELS, estimate_profile
-    from spexis.core.stage_profile import StageProfile
+    from spexis.core.profile_file import ProfileFile
 
     if name in MEASURED:
         return MEASURED[name]
@@ -149,7 +153,7 @@ def load_profile(name: str):
             f"--profile {name}: no such file; built in are {', '.join(MEASURED)} and "
             f"HARDWARE/MODEL/STAGES/TENSOR of {', '.join(HARDWARE)} and {', '.join(MODELS)}"
         )
-    return StageProfile.load(name)
+    return ProfileFile.load(name).stage_profile()
 
 
 def _table(options: argparse.Namespace) -> int:
@@ -157,28 +161,58 @@ def _table(options: argparse.Namespace) -> int:
 
     from spexis.simulator import tables
 
-    selection = options.table == "selection"
-    cases = len(tables.selection_cases() if selection else tables.PUBLISHED)
-    with tqdm(total=cases, desc=f"simulate {options.table}", unit="row") as bar:
-        if selection:
+    name = options.table
+    if name == "measured":
+        file, record = _measured(options)
+        cases = len(tables.measured_cells(record))
+    else:
+        cases = len(tables.selection_cases() if name == "selection" else tables.PUBLISHED)
+    with tqdm(total=cases, desc=f"simulate {name}", unit="row") as bar:
+        if name == "selection":
             rows = tables.selection_table(bar.update, options.sharpness, options.seed)
-        else:
+        elif name == "published":
             rows = tables.published_table(bar.update)
+        else:
+            rows = tables.measured_table(file, record, bar.update)
     keys = list(rows[0])
     print("  ".join(f"{key:>12}" for key in keys))
     for row in rows:
         print("  ".join(f"{row[key]!s:>12}" for key in keys))
-    summary = {"name": f"simulate-{options.table}"}
-    if selection:
+    summary = {"name": f"simulate-{name}"}
+    if name == "selection":
         summary["sharpness"] = options.sharpness
         gains = [row["over_none"] for row in rows]
         summary["ok"] = min(gains) >= 0.99
         summary["worst_over_none"], summary["best_over_none"] = min(gains), max(gains)
         summary["worst_over_drop"] = min(row["over_drop"] for row in rows)
+    elif name == "measured":
+        errors = [row["error"] for row in rows]
+        summary["ok"] = bool(errors)
+        summary["lowest_error"], summary["highest_error"] = min(errors), max(errors)
     else:
         summary["same_winner"] = sum(row["same_winner"] for row in rows)
         summary["ok"] = summary["same_winner"] >= 4  # the fifth: docs/scheduling.md
     return _end({**summary, "rows": rows}, options.output)
+
+
+def _measured(options: argparse.Namespace):
+    """(ProfileFile, record of the measured rates)"""
+    from spexis.core.profile_file import ProfileFile
+
+    if not options.results:
+        raise ConfigError(
+            "--table measured needs --results: a file of `spexis bench --preset gpu2`"
+        )
+    try:
+        record = json.loads(Path(options.results).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--results {options.results} cannot be read: {error}") from error
+    if record.get("name") != "bench-gpu2":
+        raise ConfigError(
+            f"--results {options.results} is none of `spexis bench --preset gpu2`: name is "
+            f"{record.get('name')!r}"
+        )
+    return ProfileFile.load(options.profile), record
 
 
 def _print_results(results: dict[str, dict]) -> None:

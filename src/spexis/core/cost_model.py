@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a pipeline stage takes for a step: the measured curve, corrected while it runs.
 
-    cost = CostModel.from_profile(StageProfile.load(path))
+    cost = CostModel.from_profile(ProfileFile.load(path).stage_profile())
     cost.stages[0].seconds(rows=64, prefill_tokens=0, kv_tokens=64 * 500)
     cost.stages[0].observe(64, 0, 32_000, measured_seconds)
     cost.step_table(256)           # seconds between two steps, by number of decode rows
@@ -68,19 +68,19 @@ class Curve:
 
 
 class StageCost:
-    """One stage. extra_seconds: head or drafter; all_reduce: seconds by rows, all of its layers."""
+    """One stage. extras: head, drafter, by decode rows; all_reduce: by tokens, all its layers."""
 
     def __init__(
         self,
         measured: StagePoints,
-        extra_seconds: float = 0.0,
+        extras: Sequence[Curve] = (),
         all_reduce: Curve | None = None,
     ):
         self.graph_sizes = measured.graph_sizes
         self.kv_seconds = _kv_seconds(measured)
         self.curve = Curve([(r, s - self.kv_seconds * r * k) for r, k, s in measured.points])
         self.chunk_curve = Curve(measured.prefill_points) if measured.prefill_points else None
-        self.extra_seconds = extra_seconds
+        self.extras = tuple(extras)
         self.all_reduce = all_reduce
         # The measured curve does not change, only the coefficients do.
         self._base_cache: dict[int, float] = {}
@@ -97,10 +97,13 @@ class StageCost:
         seconds = self._base_cache.get(rows)
         if seconds is None:
             padded = self.padded(rows)
-            seconds = self.curve(padded) + self.extra_seconds
-            seconds += self.all_reduce(padded) if self.all_reduce else 0.0
-            self._base_cache[rows] = seconds
+            seconds = self._base_cache[rows] = self._alone(padded, padded)
         return seconds
+
+    def _alone(self, rows: int, tokens: int) -> float:
+        """tokens through the layers, rows of them decode or sample."""
+        seconds = self.curve(tokens) + sum(extra(rows) for extra in self.extras)
+        return seconds + (self.all_reduce(tokens) if self.all_reduce else 0.0)
 
     def padded(self, rows: int) -> int:
         """Rows that really run: the smallest captured graph that holds them."""
@@ -120,16 +123,15 @@ class StageCost:
         return seconds
 
     def _chunk(self, rows: int, prefill_tokens: int) -> float:
-        reduce = self.all_reduce or (lambda tokens: 0.0)
         tokens = rows + prefill_tokens
         if self.chunk_curve is not None:
             alone = self.chunk_curve(prefill_tokens)
             if not rows:
                 return max(alone - self.base(0), 0.0)
             # Weights are read once for both; the arithmetic of the chunk is added.
+            reduce = self.all_reduce or (lambda tokens: 0.0)
             return max(alone - self.chunk_curve(1), 0.0) + reduce(tokens) - reduce(rows)
-        longer = self.curve(tokens) + reduce(tokens) + self.extra_seconds
-        return max(longer - self.base(rows), 0.0)
+        return max(self._alone(self.padded(rows), tokens) - self.base(rows), 0.0)
 
     def features(self, rows: int, prefill_tokens: int, kv_tokens: float) -> np.ndarray:
         """[4] what the coefficients multiply, in seconds."""
@@ -188,12 +190,16 @@ class StageCost:
 
 @dataclass
 class CostModel:
-    """All stages, and what lies between them. link_seconds: by rows, one hop."""
+    """All stages, and what lies between them."""
 
     stages: list[StageCost]
     link: Curve
-    host_seconds: float = 0.0
-    _link_table: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False)
+    """One hop, by rows."""
+    host: Curve = field(default_factory=lambda: Curve(()))
+    """The host's work a step, by rows."""
+    host_overlaps: bool = False
+    """It is done ahead of the step, beside the devices; else behind the verdict of step - N."""
+    _between: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)), repr=False)
 
     @classmethod
     def from_profile(cls, profile: StageProfile, drafter: bool = True) -> CostModel:
@@ -202,9 +208,8 @@ class CostModel:
         reduce = Curve(profile.all_reduce)
         stages = []
         for s in range(count):
-            extra = profile.drafter_seconds if drafter and s == 0 and count > 1 else 0.0
-            extra += profile.head_seconds if s == count - 1 else 0.0
-            measured = profile.stages[s if len(profile.stages) > 1 else 0]
+            extras = [Curve(profile.drafter)] if drafter and s == 0 and count > 1 else []
+            extras += [Curve(profile.head)] if s == count - 1 else []
             whole_stage = None
             if profile.all_reduce and profile.tensor_parallel > 1:
                 # Two a layer: behind attention and behind the MLP.
@@ -212,8 +217,9 @@ class CostModel:
                 whole_stage = Curve(
                     [(r, times * t) for r, t in zip(reduce.x, reduce.y, strict=True)]
                 )
-            stages.append(StageCost(measured, extra, whole_stage))
-        return cls(stages, Curve(profile.hidden_link), profile.host_seconds)
+            stages.append(StageCost(profile.of_stage(s), extras, whole_stage))
+        link, host = Curve(profile.hidden_link), Curve(profile.host)
+        return cls(stages, link, host, profile.host_overlaps)
 
     @property
     def num_stages(self) -> int:
@@ -222,13 +228,15 @@ class CostModel:
     def step_seconds(self, rows: int, prefill_tokens: int = 0, kv_tokens: float = 0.0) -> float:
         """Seconds from one step to the next when every step is like this one.
 
-        The slowest stage sets the pace, or else the circle first stage -> last stage -> verdict,
-        which N steps go through at a time.
+        The slowest stage sets the pace, or the host that works ahead, or else the circle first
+        stage -> last stage -> verdict (-> host), which N steps go through at a time.
         """
         times = [stage.seconds(rows, prefill_tokens, kv_tokens) for stage in self.stages]
         hops = (self.num_stages - 1) * self.link(rows + prefill_tokens)
-        circle = (sum(times) + hops + self.host_seconds) / self.num_stages
-        return max(max(times), circle)
+        host = self.host(rows)
+        behind, ahead = (0.0, host) if self.host_overlaps else (host, 0.0)
+        circle = (sum(times) + hops + behind) / self.num_stages
+        return max(*times, circle, ahead)
 
     def step_table(self, max_rows: int, kv_tokens_per_row: float = 0.0) -> np.ndarray:
         """[max_rows + 1] step_seconds by decode rows."""
@@ -236,16 +244,19 @@ class CostModel:
         times = np.array(
             [s.table(max_rows) + s.kv_price * kv_tokens_per_row * rows for s in self.stages]
         )
-        if len(self._link_table) <= max_rows:
-            self._link_table = np.array([self.link(r) for r in rows.tolist()])
-        hops = (self.num_stages - 1) * self._link_table[: max_rows + 1]
-        circle = (times.sum(axis=0) + hops + self.host_seconds) / self.num_stages
-        return np.maximum(times.max(axis=0), circle)
+        if self._between.shape[1] <= max_rows:
+            self._between = np.array(
+                [[c(r) for r in rows.tolist()] for c in (self.link, self.host)]
+            )
+        link, host = self._between[:, : max_rows + 1]
+        behind, ahead = (0.0, host) if self.host_overlaps else (host, 0.0)
+        circle = (times.sum(axis=0) + (self.num_stages - 1) * link + behind) / self.num_stages
+        return np.maximum(np.maximum(times.max(axis=0), circle), ahead)
 
     @property
     def kv_price(self) -> float:
         """Seconds a step takes longer for one more KV token: the slowest stage's."""
-        return max(stage.kv_price for stage in self.stages)
+        return max([stage.kv_price for stage in self.stages])  # a list: asked every step
 
 
 def _kv_seconds(measured: StagePoints) -> float:

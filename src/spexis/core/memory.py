@@ -27,6 +27,7 @@ something always goes on; admission falls with what is held (more running never 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,6 +145,19 @@ class MemoryLookahead:
         if count == 0 and num_running == 0 and self.can_ever_run(int(kv_tokens[0])):
             return 1
         return count
+
+    def surely_fits(self, kv_tokens: np.ndarray, acceptance: float) -> bool:
+        """Whether requests that hold so many tokens ([R]) fit whatever lengths turn out to be.
+
+        A bound, far cheaper than project() and admit(): nobody ends and all have grown to the last
+        horizon, with the largest variance that "ends or not" can have. Where it holds, admit()
+        admits all of them.
+        """
+        growth = Growth.of(acceptance, self.num_stages, int(HORIZONS[-1]))
+        held = kv_tokens + (self.overhead + float(growth.mean[-1]))  # [R]
+        # alive (1 - alive) is a quarter at most.
+        variance = float(held @ held) / 4 + len(held) * float(growth.variance.max())
+        return float(held.sum()) + QUANTILE * math.sqrt(variance) <= self.capacity
 
     def can_ever_run(self, kv_tokens: int) -> bool:
         """False: not even alone, with one token more."""

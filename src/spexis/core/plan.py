@@ -4,10 +4,12 @@
     options = plan(HARDWARE["h100"], MODELS["llama-70b"], gpus=8, batch=64)
     options[0].label, options[0].tokens_per_second, options[0].reason
 
+    options = plan_measured(file.stage_profile(), file.model, file.device_memory, gpus=2, batch=64)
+
 Every split gpus = replicas x stages x tensor ranks that the model's heads and the memory allow is
-priced with its profile (presets.py, or measured): step times from the cost model, tokens a step
-from the law, for SP-alpha at the best share of held drafts. Figures are of decoding at a constant
-batch.
+priced with its profile (presets.py, or measured: profile_file.py and StageProfile.split): step
+times from the cost model, tokens a step from the law, for SP-alpha at the best share of held
+drafts. Figures are of decoding at a constant batch.
 
 Invariant: sorted by tokens per second; what does not fit in memory is not listed; SP without a
 known acceptance at its exit depth is not listed either.
@@ -15,12 +17,12 @@ known acceptance at its exit depth is not listed either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spexis.core.cost_model import CostModel
+from spexis.core.cost_model import CostModel, Curve
 from spexis.core.presets import (
     BYTES,
     DRAFTER_LAYERS,
@@ -52,8 +54,8 @@ class Option:
     """Of one request (TPOT)."""
     prefill_seconds: float
     """Of one prompt of the asked length, alone."""
-    kv_tokens: int
-    """That fit, all replicas."""
+    kv_tokens: int | None
+    """That fit, all replicas; None: memory was not looked at."""
     weight_bytes: int
     """Of the fullest GPU, drafter included."""
     reason: str
@@ -80,29 +82,83 @@ def plan(
     stack: Stack = STACKS["vllm-0.32"],
     replicas: Sequence[int] | None = None,
 ) -> list[Option]:
-    """context: mean tokens of a running request. acceptance: overrides the model's own figures."""
+    """From presets. context: mean tokens of a running request. acceptance: overrides the model's
+    own figures."""
+
+    def profile(stages: int, tensor: int, drafter: bool) -> StageProfile:
+        return estimate_profile(hardware, model, tensor, stages, stack, drafter)
+
+    wanted = Wanted(gpus, batch, context, prompt, acceptance, replicas)
+    return _ranked(profile, model, hardware.memory, wanted)
+
+
+def plan_measured(
+    measured: StageProfile,
+    model: Model,
+    memory: float | None,
+    gpus: int,
+    batch: int,
+    context: int = 1000,
+    prompt: int = 512,
+    acceptance: float | None = None,
+    replicas: Sequence[int] | None = None,
+) -> list[Option]:
+    """From a measured stage: every split that it can say something about (StageProfile.split).
+
+    memory: bytes of a device; None: everything fits, as on a CPU whose memory is not divided.
+    """
+
+    def profile(stages: int, tensor: int, drafter: bool) -> StageProfile | None:
+        return measured.split(stages, tensor)
+
+    return _ranked(
+        profile, model, memory, Wanted(gpus, batch, context, prompt, acceptance, replicas)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked: see plan()."""
+
+    gpus: int
+    batch: int
+    context: int
+    prompt: int
+    acceptance: float | None
+    replicas: Sequence[int] | None
+
+
+def _ranked(
+    profile_of: Callable[[int, int, bool], StageProfile | None],
+    model: Model,
+    memory: float | None,
+    wanted: Wanted,
+) -> list[Option]:
+    """profile_of(stages, tensor ranks, with a drafter): None where it is not known."""
     options = []
-    for stages in range(1, gpus + 1):
-        for tensor in range(1, gpus // stages + 1):
-            copies, rest = divmod(gpus, stages * tensor)
-            if rest or not _splits(model, stages, tensor) or copies > batch:
+    for stages in range(1, wanted.gpus + 1):
+        for tensor in range(1, wanted.gpus // stages + 1):
+            copies, rest = divmod(wanted.gpus, stages * tensor)
+            if rest or not _splits(model, stages, tensor) or copies > wanted.batch:
                 continue
-            if replicas is not None and copies not in replicas:
+            if wanted.replicas is not None and copies not in wanted.replicas:
                 continue
-            share = -(-batch // copies)
+            share = -(-wanted.batch // copies)
             for mode in ("tp",) if stages == 1 else ("pp", "sp"):
-                accepted = acceptance if acceptance is not None else model.acceptance(1 / stages)
+                accepted = wanted.acceptance
+                if accepted is None:
+                    accepted = model.acceptance(1 / stages)
                 if mode == "sp" and accepted is None:
                     continue
-                weights, kv_tokens = _memory(hardware, model, stages, tensor, mode == "sp")
-                fits = min(share, kv_tokens // max(context, 1))
-                if fits < 1:
+                weights, kv_tokens = _memory(memory, model, stages, tensor, mode == "sp")
+                fits = share
+                if kv_tokens is not None:
+                    fits = min(share, kv_tokens // max(wanted.context, 1))
+                profile = profile_of(stages, tensor, mode == "sp") if fits else None
+                if profile is None:
                     continue
-                profile = estimate_profile(hardware, model, tensor, stages, stack, mode == "sp")
-                options += [
-                    _scaled(option, copies, kv_tokens, weights, share)
-                    for option in price(profile, mode, fits, context, prompt, accepted)
-                ]
+                found = price(profile, mode, fits, wanted.context, wanted.prompt, accepted)
+                options += [_scaled(o, copies, kv_tokens, weights, share) for o in found]
     return sorted(options, key=lambda o: -o.tokens_per_second)
 
 
@@ -118,7 +174,7 @@ def price(
     cost = CostModel.from_profile(profile, drafter=mode == "sp")
     stages, tensor = profile.num_stages, profile.tensor_parallel
     prefill = sum(s.seconds(0, prompt) for s in cost.stages)
-    prefill += (stages - 1) * cost.link(prompt) + cost.host_seconds
+    prefill += (stages - 1) * cost.link(prompt) + cost.host(batch)
 
     def option(mode: str, tokens: float, seconds: float, per_token: float, reason: str) -> Option:
         rate = tokens / seconds
@@ -179,16 +235,18 @@ def _splits(model: Model, stages: int, tensor: int) -> bool:
 
 
 def _memory(
-    hardware: Hardware, model: Model, stages: int, tensor: int, drafter: bool
-) -> tuple[int, int]:
-    """(bytes of weights on the fullest GPU, KV tokens of a replica)."""
+    memory: float | None, model: Model, stages: int, tensor: int, drafter: bool
+) -> tuple[int, int | None]:
+    """(bytes of weights on the fullest GPU, KV tokens of a replica or None: not looked at)."""
     layers = -(-model.layers // stages)
     weights = layers * model.layer_params + (2 if stages == 1 else 1) * model.head_params
     total = BYTES * weights / tensor + (model.drafter_bytes / tensor if drafter else 0)
     per_token = model.kv_bytes * layers / model.layers / min(tensor, model.kv_heads)
     if drafter:  # the drafter's attention layers have keys and values too
         per_token *= (layers + DRAFTER_LAYERS) / layers
-    room = hardware.memory * MEMORY_SHARE - RESERVED - total
+    if memory is None:
+        return int(total), None
+    room = memory * MEMORY_SHARE - RESERVED - total
     return int(total), max(int(room / per_token), 0)
 
 
@@ -196,18 +254,17 @@ def _all_reduce_seconds(profile: StageProfile, rows: int) -> float:
     """Of one stage's step."""
     if not profile.all_reduce or profile.tensor_parallel == 1:
         return 0.0
-    times, seconds = zip(*profile.all_reduce, strict=True)
-    return 2 * max(profile.layers_per_stage) * float(np.interp(rows, times, seconds))
+    return 2 * max(profile.layers_per_stage) * Curve(profile.all_reduce)(rows)
 
 
-def _scaled(option: Option, copies: int, kv_tokens: int, weights: int, asked: int) -> Option:
+def _scaled(option: Option, copies: int, kv_tokens: int | None, weights: int, asked: int) -> Option:
     short = f"; memory holds {option.batch} of {asked} requests" if option.batch < asked else ""
     return replace(
         option,
         replicas=copies,
         batch=option.batch * copies,
         tokens_per_second=option.tokens_per_second * copies,
-        kv_tokens=kv_tokens * copies,
+        kv_tokens=None if kv_tokens is None else kv_tokens * copies,
         weight_bytes=weights,
         reason=option.reason + short,
     )

@@ -16,7 +16,9 @@ profile`) beats all of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -62,6 +64,21 @@ class Model:
     vocab: int
     accepted: tuple[tuple[float, float], ...] = ()
     """(exit depth as a share of the layers, drafts right): published averages over Spec-Bench."""
+
+    @classmethod
+    def from_config(cls, name: str, config: Mapping[str, Any]) -> Model:
+        """From the keys of a Hugging Face config.json; a KeyError names the one that lacks."""
+        heads = config["num_attention_heads"]
+        return cls(
+            name=name,
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab=config["vocab_size"],
+        )
 
     @property
     def attention_params(self) -> int:
@@ -276,12 +293,11 @@ def estimate_profile(
         tensor_parallel=tensor,
         layers_per_stage=layers,
         stages=tuple(stage(count) for count in layers),
-        head_seconds=BYTES * model.head_params / tensor / effective,
-        drafter_seconds=model.drafter_bytes / tensor / effective,
+        head=((1, BYTES * model.head_params / tensor / effective),),
+        drafter=((1, model.drafter_bytes / tensor / effective),),
         hidden_link=hop,
         all_reduce=reduce if tensor > 1 else (),
-        host_seconds=host,
-        kv_bytes_per_token=model.kv_bytes,
+        host=((1, host),),
     )
 
 
@@ -302,7 +318,6 @@ def _measured_h200(stages: int) -> StageProfile:
                 kv_seconds_per_token=0.0,
             ),
         ),
-        kv_bytes_per_token=MODELS["llama-70b"].kv_bytes,
     )
 
 

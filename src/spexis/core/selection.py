@@ -203,16 +203,19 @@ class Selection:
         if high == count and seconds[low] == seconds[count] and value.min() >= 0:
             self._median_rows = float(count)
             return np.ones(count, bool)  # one step costs what the other does
-        order = np.argsort(-value, kind="stable")
-        net = np.cumsum(value[order]) - rate * seconds[1 : count + 1]
-        free = low + _last_argmax(net[low - 1 : high])
+        order = (-value).argsort(kind="stable")
+        level = seconds[low : high + 1]
+        net = value[order].cumsum()[low - 1 : high]
+        net -= rate * level
+        free = low + _last_argmax(net)
         # The median follows where n would go by itself.
-        self._median_rows += np.sign(free - self._median_rows) * max(0.01 * count, 0.5)
+        if free != self._median_rows:
+            pace = max(0.01 * count, 0.5)
+            self._median_rows += pace if free > self._median_rows else -pace
         middle = int(min(max(self._median_rows, low), high))
-        unequal = np.abs(seconds[1 : count + 1] - seconds[middle])
-        net = net - STEADY * rate * unequal
+        net -= STEADY * rate * np.abs(level - seconds[middle])
         run = np.zeros(count, bool)
-        run[order[: low + _last_argmax(net[low - 1 : high])]] = True
+        run[order[: low + _last_argmax(net)]] = True
         return run
 
     def _chunk_row_seconds(self, count: int, prefill_tokens: int) -> float:

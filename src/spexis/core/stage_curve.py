@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measured stage curve T(B): what one pipeline stage needs for a decode step of B rows.
 
-    curve = StageCurve.from_profile(json.load(open("profile.json")))
+    curve = StageCurve.from_profile(json.load(open("profile.json")))    # profile_file.py
     curve.seconds(64)                          # the profile's stage, without the output head
     curve.costs(64, drafter_seconds=2e-4)      # seconds of a layer, of the first and last extras
     law_limit(64, 0.785, [0.0201, 0.0206])     # tokens/s of the law with these stage times
@@ -20,8 +20,7 @@ from typing import Any
 
 from spexis.core.law import tokens_per_step
 from spexis.core.placement import StageCosts
-
-FORMAT = "spexis-profile-1"
+from spexis.core.profile_file import ProfileFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,27 +39,17 @@ class StageCurve:
     @classmethod
     def from_profile(cls, profile: Mapping[str, Any], context: int | None = None) -> StageCurve:
         """The curve at the measured context length nearest to `context` (null: the shortest)."""
-        if profile.get("format") != FORMAT:
-            raise ValueError(
-                f"the profile has format {profile.get('format')!r}, not {FORMAT!r}: write one "
-                "with `spexis profile`"
-            )
+        file = ProfileFile.of(profile)
         lengths = sorted({point["context"] for point in profile["points"]})
-        if not lengths:
-            raise ValueError("the profile has no points")
         wanted = lengths[0] if context is None else context
         nearest = min(lengths, key=lambda length: abs(length - wanted))
         points = [(p["rows"], p["seconds"]) for p in profile["points"] if p["context"] == nearest]
-        head, drafter = (
-            tuple(sorted((int(rows), seconds) for rows, seconds in by_rows.items()))
-            for by_rows in (profile["head_seconds"], profile.get("drafter_seconds") or {})
-        )
         return cls(
             layers=profile["layers"],
             context=nearest,
             points=tuple(sorted(points)),
-            head=head,
-            drafter=drafter,
+            head=file.by_rows("head_seconds"),
+            drafter=file.by_rows("drafter_seconds"),
         )
 
     @property

@@ -1,49 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The times from which every decision is priced, as one JSON file.
+"""The times from which every decision is priced: of each pipeline stage, and of what lies between.
 
-load() also takes what `spexis profile` writes (one stage, docs/profile.md), from_measurement().
+    profile = ProfileFile.load("profile.json").stage_profile()     # measured (profile_file.py)
+    profile = estimate_profile(HARDWARE["h100"], MODELS["llama-70b"], tensor=4, stages=2)
+    profile.split(stages=1, tensor=2)             # the same model on two devices, without stages
 
-    profile = StageProfile.load("h200-llama70b.json")
-    profile.save("copy.json")
+Times in seconds, sizes in bytes, rows of one decode token each. Curves are ((rows, seconds), ...).
 
-Schema "spexis-profile/1" (times in seconds, sizes in bytes; * = required):
+split() assumes that a stage's layers take their time by what a device reads: L/2 layers on one
+device read the same bytes as L layers halved over two, so both take the same time. That leaves out
+what narrower matrices lose. Added to it are two all-reduces a layer, one behind attention and one
+behind the MLP. Head and drafter are divided by the ranks.
 
-    schema*             "spexis-profile/1"
-    hardware*, model*   free text; source: how and when it was measured
-    layers_per_stage*   layers of each pipeline stage, first to last
-    tensor_parallel     ranks that share one stage (default 1)
-    stages*             one entry a stage, or one entry that holds for all of them:
-        points*         [rows, kv_tokens_per_row, seconds] of one decode step of the stage's layers,
-                        without head, drafter and links
-        graph_sizes     captured CUDA graph sizes: a decode step of fewer rows is padded up to one.
-                        Absent: nothing is padded
-        prefill_points  [query_tokens, seconds] of a prompt chunk alone; absent: the decode curve is
-                        continued with the slope of its last segment
-        kv_seconds_per_token   where all points have one context length
-    head_seconds        output head and sampling on the last stage, a step
-    drafter_seconds     drafter on the first stage, a step
-    hidden_link         [rows, seconds] of the hidden states' way to the next stage
-    all_reduce          [rows, seconds] of one all-reduce within a stage, where `points` hold none
-    host_seconds        host work a step that no stage hides: it lies on the way from a verdict to
-                        the first stage's next step
-    kv_blocks, block_size, kv_bytes_per_token      the KV cache of one stage's rank
-
-Invariant: `StageProfile.from_dict(p.to_dict()) == p`; what is not understood is a ProfileError of
-one line. No torch, no vLLM, no numpy: also the tool that writes the file can import this.
+Invariant: split() of the measured shape is the measurement itself; no torch, no vLLM, no numpy.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 from spexis.config import ConfigError
 
-SCHEMA = "spexis-profile/1"
-MEASURED_FORMAT = "spexis-profile-1"  # of `spexis profile`
+BLOCK_SIZE = 16  # tokens of a KV block, vLLM's default
+Rows = tuple[tuple[float, float], ...]
 
 
 class ProfileError(ConfigError):
@@ -55,37 +34,23 @@ class StagePoints:
     """Measured times of one stage's layers."""
 
     points: tuple[tuple[int, float, float], ...]
-    """(rows, KV tokens a row, seconds), by rows."""
+    """(rows, KV tokens a row, seconds), by rows; without head, drafter and links."""
     graph_sizes: tuple[int, ...] = ()
-    """Captured sizes, ascending."""
-    prefill_points: tuple[tuple[int, float], ...] = ()
-    """(query tokens, seconds), by tokens."""
+    """Captured CUDA graph sizes, ascending: fewer rows are padded up to one. Empty: no padding."""
+    prefill_points: Rows = ()
+    """(query tokens, seconds) of a prompt chunk alone. Empty: the decode curve is continued with
+    the slope of its last segment."""
     kv_seconds_per_token: float | None = None
     """Seconds one KV token adds to a step; None: from points of different context lengths."""
 
-    @classmethod
-    def from_dict(cls, block: Any, path: str) -> StagePoints:
-        block = _known(block, cls, path)
-        points = _rows(block.get("points"), 3, f"{path}.points", required=True)
-        sizes = block.get("graph_sizes", ())
-        if not isinstance(sizes, list | tuple) or any(
-            not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in sizes
-        ):
-            raise ProfileError(
-                f"{path}.graph_sizes is {sizes!r}: allowed are whole numbers above 0"
-            )
-        return cls(
-            points=tuple(sorted((int(r), float(k), float(s)) for r, k, s in points)),
-            graph_sizes=tuple(sorted(set(sizes))),
-            prefill_points=tuple(
-                sorted(
-                    (int(q), float(s))
-                    for q, s in _rows(block.get("prefill_points"), 2, f"{path}.prefill_points")
-                )
-            ),
-            kv_seconds_per_token=_number_or_none(
-                block.get("kv_seconds_per_token"), f"{path}.kv_seconds_per_token"
-            ),
+    def scaled(self, factor: float) -> StagePoints:
+        """All times by a factor."""
+        slope = self.kv_seconds_per_token
+        return replace(
+            self,
+            points=tuple((rows, kv, seconds * factor) for rows, kv, seconds in self.points),
+            prefill_points=scaled(self.prefill_points, factor),
+            kv_seconds_per_token=None if slope is None else slope * factor,
         )
 
 
@@ -94,145 +59,76 @@ class StageProfile:
     hardware: str
     model: str
     layers_per_stage: tuple[int, ...]
+    """First stage to last."""
     stages: tuple[StagePoints, ...]
+    """One a stage, or one that holds for all of them."""
     source: str = ""
+    """How and when it was measured."""
     tensor_parallel: int = 1
-    head_seconds: float = 0.0
-    drafter_seconds: float = 0.0
-    hidden_link: tuple[tuple[float, float], ...] = ()
-    all_reduce: tuple[tuple[float, float], ...] = ()
-    host_seconds: float = 0.0
+    """Ranks that share one stage."""
+    measured_layers: int | None = None
+    """Layers in `stages` where one entry holds for stages of other lengths too; None: of its
+    own stage."""
+    head: Rows = ()
+    """Output head and sampling on the last stage, a step."""
+    drafter: Rows = ()
+    """Drafter on the first stage, a step."""
+    hidden_link: Rows = ()
+    """The hidden states' way to the next stage."""
+    all_reduce: Rows = ()
+    """One all-reduce over two ranks, where the points hold none."""
+    all_reduce_by: str = ""
+    """"vllm": as vLLM runs it; "torch": by torch.distributed (NCCL, Gloo); "": not measured."""
+    host: Rows = ()
+    """The scheduler's work a step."""
+    host_overlaps: bool = False
+    """The host works ahead of the devices (async scheduling), so it only limits the pace; else it
+    lies on the way from a verdict to the first stage's next step."""
     kv_blocks: int | None = None
-    block_size: int = 16
-    kv_bytes_per_token: int | None = None
+    """Of one stage's rank."""
+    block_size: int = BLOCK_SIZE
 
     @property
     def num_stages(self) -> int:
         return len(self.layers_per_stage)
 
-    @classmethod
-    def from_dict(cls, block: Any, path: str = "profile") -> StageProfile:
-        if not isinstance(block, Mapping):
-            raise ProfileError(f"{path} is {type(block).__name__}: allowed is a JSON object")
-        if block.get("format") == MEASURED_FORMAT:
-            block = from_measurement(block)
-        if block.get("schema") != SCHEMA:
-            raise ProfileError(f'{path}.schema is {block.get("schema")!r}: allowed is "{SCHEMA}"')
-        block = _known({k: v for k, v in block.items() if k != "schema"}, cls, path)
-        for key in ("hardware", "model", "layers_per_stage", "stages"):
-            if not block.get(key):
-                raise ProfileError(f"{path}.{key} is missing")
-        layers = tuple(_whole(n, f"{path}.layers_per_stage") for n in block["layers_per_stage"])
-        stages = tuple(
-            StagePoints.from_dict(stage, f"{path}.stages[{i}]")
-            for i, stage in enumerate(block["stages"])
+    @property
+    def num_layers(self) -> int:
+        return sum(self.layers_per_stage)
+
+    def of_stage(self, stage: int) -> StagePoints:
+        """Times of this stage's layers, all of its ranks working."""
+        if len(self.stages) > 1:
+            return self.stages[stage]
+        if self.measured_layers in (None, self.layers_per_stage[stage]):
+            return self.stages[0]
+        return self.stages[0].scaled(self.layers_per_stage[stage] / self.measured_layers)
+
+    def split(self, stages: int, tensor: int) -> StageProfile | None:
+        """The same model and machine with other stages and ranks; None where this profile cannot
+        say: all-reduces were not measured, or its points hold those of another number of ranks.
+        """
+        if self.measured_layers is None or stages > self.num_layers:
+            return None
+        if tensor != self.tensor_parallel and self.tensor_parallel > 1:
+            return None
+        if tensor > self.tensor_parallel and not self.all_reduce:
+            return None
+        share = self.tensor_parallel / tensor
+        # A ring of n ranks sends 2(n-1)/n of the bytes, two ranks once.
+        ring = 2 * (tensor - 1) / tensor
+        each, extra = divmod(self.num_layers, stages)
+        return replace(
+            self,
+            layers_per_stage=tuple(each + (s < extra) for s in range(stages)),
+            tensor_parallel=tensor,
+            stages=(self.stages[0].scaled(share),),
+            head=scaled(self.head, share),
+            drafter=scaled(self.drafter, share),
+            all_reduce=scaled(self.all_reduce, ring) if tensor > 1 else self.all_reduce,
+            kv_blocks=None,
         )
-        if len(stages) not in (1, len(layers)):
-            raise ProfileError(
-                f"{path}.stages has {len(stages)} entries for {len(layers)} stages: "
-                "allowed are one for each, or one for all"
-            )
-        values: dict[str, Any] = {"layers_per_stage": layers, "stages": stages}
-        for key in ("hardware", "model", "source"):
-            values[key] = str(block.get(key, ""))
-        for key in ("head_seconds", "drafter_seconds", "host_seconds"):
-            values[key] = _number_or_none(block.get(key, 0.0), f"{path}.{key}") or 0.0
-        for key in ("hidden_link", "all_reduce"):
-            rows = _rows(block.get(key), 2, f"{path}.{key}")
-            values[key] = tuple(sorted((float(r), float(s)) for r, s in rows))
-        for key, default in (("tensor_parallel", 1), ("block_size", 16)):
-            values[key] = _whole(block.get(key, default), f"{path}.{key}")
-        for key in ("kv_blocks", "kv_bytes_per_token"):
-            value = block.get(key)
-            values[key] = None if value is None else _whole(value, f"{path}.{key}")
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, in the order of the fields."""
-        return {"schema": SCHEMA, **json.loads(json.dumps(asdict(self)))}
-
-    @classmethod
-    def load(cls, path: str | Path) -> StageProfile:
-        try:
-            block = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise ProfileError(f"profile {path} cannot be read: {error}") from error
-        return cls.from_dict(block, Path(path).name)
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 
-def from_measurement(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The block of a StageProfile from the file that `spexis profile` writes (docs/profile.md).
-
-    One stage was measured: all stages have its times, as many stages as the model's layers fill.
-    Head, drafter and host time are those at the most rows; links without peer access only if no
-    others were measured.
-    """
-    layers, total = measured["layers"], measured["model"]["num_hidden_layers"]
-    stages = [layers] * (total // layers) + ([total % layers] if total % layers else [])
-    links = measured["link_seconds"] or {}
-    link = links.get("p2p") or links.get("gloo") or links.get("no_p2p") or {}
-    head, host = measured["head_seconds"], measured["host_seconds"] or {}
-    drafter = measured.get("drafter_seconds") or {}
-    hardware = measured["hardware"]
-    return {
-        "schema": SCHEMA,
-        "hardware": ", ".join(gpu["name"] for gpu in hardware["gpus"]) or hardware["cpu"],
-        "model": measured["model"]["name"],
-        "source": f"{measured['date']}: {measured['command']}",
-        "layers_per_stage": stages,
-        "tensor_parallel": measured["tensor_parallel_size"],
-        "stages": [
-            {
-                "points": [[p["rows"], p["context"], p["seconds"]] for p in measured["points"]],
-                "graph_sizes": measured["engine"]["cudagraph_capture_sizes"],
-            }
-        ],
-        "head_seconds": head[max(head, key=int)] if head else 0.0,
-        "drafter_seconds": drafter[max(drafter, key=int)] if drafter else 0.0,
-        "host_seconds": host[max(host, key=int)]["scheduler"] if host else 0.0,
-        "hidden_link": [[int(rows), s] for rows, s in link.get("send", {}).items()],
-    }
-
-
-# -- checks of one value each ----------------------------------------------------------------------
-
-
-def _known(block: Any, cls: type, path: str) -> Mapping[str, Any]:
-    if not isinstance(block, Mapping):
-        raise ProfileError(f"{path} is {block!r}: allowed is a JSON object")
-    names = [f.name for f in fields(cls)]
-    for key in block:
-        if key not in names:
-            raise ProfileError(f"{path}.{key} is not known: allowed are {', '.join(names)}")
-    return block
-
-
-def _rows(value: Any, width: int, path: str, required: bool = False) -> Sequence[Sequence[float]]:
-    if value is None and not required:
-        return ()
-    good = isinstance(value, list | tuple) and (value or not required)
-    if not good or any(
-        not isinstance(row, list | tuple)
-        or len(row) != width
-        or any(isinstance(x, bool) or not isinstance(x, int | float) or x < 0 for x in row)
-        for row in value
-    ):
-        raise ProfileError(f"{path} is not a list of {width} numbers each, 0 or more")
-    return value
-
-
-def _number_or_none(value: Any, path: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ProfileError(f"{path} is {value!r}: allowed is a number, 0 or more")
-    return float(value)
-
-
-def _whole(value: Any, path: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ProfileError(f"{path} is {value!r}: allowed is a whole number above 0")
-    return value
+def scaled(points: Rows, factor: float) -> Rows:
+    return tuple((rows, seconds * factor) for rows, seconds in points)

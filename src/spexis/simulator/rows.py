@@ -100,12 +100,15 @@ class Rows:
             self.judged = (where, self.reported[slot, where], self.right[slot, where])
         self.valid[slot, :b] = False
         self.confidence[slot, :b] = 1.0
-        back = self.broken[:b] & (self.restart_at[:b] <= step)
+        broken = self.broken[:b]
+        back = broken & (self.restart_at[:b] <= step)
         if back.any():
-            self.confidence[:, :b][:, back] = 1.0
-            self.broken[:b] &= ~back
+            # putmask is several times as fast as an index of booleans at these sizes.
+            for confidence in self.confidence:
+                np.putmask(confidence[:b], back, 1.0)
+            broken ^= back
             self.restarted[:b] |= back
-        return token, np.flatnonzero(self.committed[:b] >= self.need[:b])
+        return token, (self.committed[:b] >= self.need[:b]).nonzero()[0]
 
     def known(self, step: int) -> np.ndarray:
         """[size] bool: the next input is the true token, not a draft."""
@@ -135,15 +138,15 @@ class Rows:
             self.restarted[:b] = False
         else:
             count = int(np.count_nonzero(run))
-            valid = run & ~self.broken[:b]
+            valid = run > self.broken[:b]  # run and not broken
             np.copyto(self.confidence[slot, :b], confidence, where=run)
-            self.last_fed[:b][run] = step
+            np.putmask(self.last_fed[:b], run, step)
             self.restarted[:b] &= ~run
         self.valid[slot, :b] = valid
         self.right[slot, :b] = right
-        wrong = valid & ~right
+        wrong = valid > right
         self.broken[:b] |= wrong
-        self.restart_at[:b][wrong] = step + self.num_stages
+        np.putmask(self.restart_at[:b], wrong, step + self.num_stages)
         useful = int(np.count_nonzero(valid))
         self.num_rows += count
         self.num_wasted += count - useful

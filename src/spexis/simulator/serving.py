@@ -291,7 +291,8 @@ class Serving:
             need //= block
         else:
             need >>= block.bit_length() - 1  # several times as fast
-        return np.maximum(need - rows.blocks[:size], 0)
+        need -= rows.blocks[:size]
+        return np.maximum(need, 0, out=need)
 
     def _relieve(self, missing: np.ndarray, short: int) -> np.ndarray | None:
         self.memory_bound = True
@@ -336,9 +337,12 @@ class Serving:
                 np.concatenate((running.generated, self.generated[requests])),
                 np.concatenate((running.max_tokens, self.limit[requests])),
             )
+        return self.memory.project(running, self._acceptance())
+
+    def _acceptance(self) -> float:
+        """As it limits growth: that of the real pace."""
         n = self.num_stages
-        pace = min(max(self._pace, 1 / n), 1.0)
-        return self.memory.project(running, acceptance_for(pace, n) if n > 1 else 1.0)
+        return acceptance_for(min(max(self._pace, 1 / n), 1.0), n) if n > 1 else 1.0
 
     def _evict(self, indices: np.ndarray) -> None:
         """Their blocks are free at once: what they have in flight is first in, first out."""
@@ -433,7 +437,12 @@ class Serving:
         return started
 
     def _admit_by_outlook(self, candidates: list[int], tokens: np.ndarray) -> int:
-        rows = self.rows
+        rows, size = self.rows, self.rows.size
+        if self._outlook is None:
+            held = rows.prompt[:size] + rows.committed[:size]
+            everyone = np.concatenate((held, [p.tokens for p in self.prompts], tokens))
+            if self.memory.surely_fits(everyone, self._acceptance()):
+                return len(candidates)
         if self._outlook is None or self.step - self._outlook_step >= OUTLOOK_EVERY:
             self._outlook, self._outlook_step = self._project(), self.step
         count = self.memory.admit(
@@ -441,7 +450,7 @@ class Serving:
             tokens,
             self.generated[candidates],
             self.limit[candidates],
-            rows.size + len(self.prompts),
+            size + len(self.prompts),
         )
         if count < len(candidates):
             self._refused_step = self.step

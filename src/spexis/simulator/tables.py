@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tables that `spexis simulate --table` makes: selection rules, and the published rows.
+"""Tables that `spexis simulate --table` makes: selection rules, published rows, measured rates.
 
     selection_table(progress)     # gain of Selection over none and over a fixed drop ratio
     published_table(progress)     # SP against TP with presets, and what was published
+    measured_table(profile, record, progress)     # PP2 and SP2 against `spexis bench --preset gpu2`
 
 Invariant: every figure is the outcome of fixed_batch.run() with the policies of core/; nothing is
-looked up but the published figures to compare with.
+looked up but the published or measured figures to compare with.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from spexis.core.cost_model import CostModel
 from spexis.core.presets import HARDWARE, MEASURED, MODELS, STACKS, estimate_profile
+from spexis.core.profile_file import ProfileFile
 from spexis.core.selection import Selection
 from spexis.simulator import fixed_batch
 from spexis.simulator.drafts import DraftSource
@@ -133,6 +136,48 @@ def published_row(hardware: str, model: str, stack: str = "published", steps: in
         "published_ratio": round(sp / tp, 3),
         "same_winner": (rates[best] > tensor) == (sp > tp),
     }
+
+
+def measured_cells(record: Mapping[str, Any]) -> list[dict]:
+    """What fixed_batch can predict of a result of `spexis bench --preset gpu2`."""
+    return [c for c in record["cells"] if c["engine"] in ("pp2", "sp2", "sp2_no_p2p")]
+
+
+def measured_row(file: ProfileFile, cell: Mapping[str, Any], rows_run: int = 6400) -> dict:
+    """The steady decode rate that the profile's times give, against the measured one.
+
+    The synthetic drafter takes no time, so none is simulated; drafts are right as often as was
+    counted. rows_run: of the simulation, in 200 to 3000 steps.
+    """
+    batch, speculative = cell["rows"], cell["engine"] != "pp2"
+    profile = file.stage_profile(p2p=not cell["engine"].endswith("no_p2p")).split(2, 1)
+    run = fixed_batch.run(
+        CostModel.from_profile(profile, drafter=False),
+        batch,
+        DraftSource(cell["acceptance"] if speculative else 0.5),
+        None if speculative else fixed_batch.plain,
+        steps=min(max(200, rows_run // batch), 3000),
+        warm_up=50,
+        kv_tokens_per_row=cell["context"],
+    )
+    return {
+        "engine": cell["engine"],
+        "batch": batch,
+        "acceptance": round(cell["acceptance"], 3) if speculative else None,
+        "measured": round(cell["rate"], 1),
+        "simulated": round(run.tokens_per_second, 1),
+        "error": round(run.tokens_per_second / cell["rate"] - 1, 4),
+    }
+
+
+def measured_table(
+    file: ProfileFile, record: Mapping[str, Any], progress: Callable[[], None] = lambda: None
+) -> list[dict]:
+    rows = []
+    for cell in measured_cells(record):
+        rows.append(measured_row(file, cell))
+        progress()
+    return rows
 
 
 def selection_table(

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The link times of a profile, on the CPU: by torch.distributed, and vLLM's own all-reduce.
+
+No engine runs, but vLLM is imported in processes that form a tensor-parallel group.
+"""
+
+import pytest
+
+from spexis.bench import links
+
+pytestmark = pytest.mark.engine
+
+
+def test_both_all_reduces_are_timed():
+    found = links.links("cpu", hidden_size=64, rows=[1, 4], num_devices=1, repeats=3)
+    assert set(found) == {"gloo"} and "tp_note" not in found["gloo"]
+    for operation in ("send", "all_reduce", "tp_all_reduce"):
+        times = found["gloo"][operation]
+        assert set(times) == {"1", "4"} and all(0 < s < 1 for s in times.values())
