@@ -50,7 +50,7 @@ def test_demo_model(demo_model, tmp_path):
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 1.0])
 def test_rows_per_token(stock, roomy, acceptance):
-    """1 + (1-p)(N-1), at the p that was realised; `make exact` measures it at the nominal p."""
+    """1 + (1-p)(N-1), at the p that was realised; at the nominal p: exact.py's part `law`."""
     result = roomy[f"law {acceptance}"]
     assert differences(None, stock["law"], result) == []
     found = deviation(result["counters"], acceptance, num_stages=2)

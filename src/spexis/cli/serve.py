@@ -232,8 +232,8 @@ def _shown(environment: dict[str, str]) -> list[str]:
 
 def _table(options: argparse.Namespace, command: list[str], config: SpexisConfig) -> str:
     """The resolved configuration, for people."""
-    stages = next((_value(command, flag) for flag in PP_FLAGS if _value(command, flag)), None)
-    stages = stages or "as in --config"
+    given = (_value(command, flag) for flag in PP_FLAGS)
+    stages = next(filter(None, given), "as in --config")
     found = platform.vllm_distribution()
     drafter = config.drafter.to_dict()
     method = drafter.pop("method")

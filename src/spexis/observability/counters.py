@@ -120,5 +120,6 @@ class SpexisCounters:
         return grown
 
 
-def ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def ratio(part: float | None, whole: float | None) -> float | None:
+    """None where there is nothing to divide, or a number is not known."""
+    return None if part is None or not whole else part / whole

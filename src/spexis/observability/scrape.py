@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from spexis.observability.counters import ratio
+
 START = "process_start_time_seconds"
 PREFIXES = ("vllm:", "spexis:", START)
 
@@ -130,10 +132,6 @@ def quantile(buckets: Iterable[tuple[float, float]], q: float) -> float | None:
             )
         below, low = count, bound
     return None  # cannot be: the last count is at least `rank`, and above `below` at some bucket
-
-
-def ratio(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
 
 
 def _restarted(before: Scrape, after: Scrape) -> bool:

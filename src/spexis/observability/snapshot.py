@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spexis.core.law import rows_per_token
-from spexis.observability.scrape import Latency, Scrape, Window, ratio
+from spexis.observability.counters import ratio
+from spexis.observability.scrape import Latency, Scrape, Window
 
 ROW_KINDS = ("real", "draft", "discarded", "prompt", "stale")
 

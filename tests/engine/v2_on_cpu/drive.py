@@ -138,9 +138,12 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def gpu_options(args: argparse.Namespace) -> dict:
-    # A fixed size, since vLLM's own measurement fails where another engine starts on the device.
-    options = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.15}
-    options["kv_cache_memory_bytes"] = 1 << 28
+    options = {
+        "attention_backend": "TRITON_ATTN",
+        "gpu_memory_utilization": 0.15,
+        # vLLM's own measurement fails where another engine starts on the device.
+        "kv_cache_memory_bytes": 1 << 28,
+    }
     if args.default_modes:
         options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
     elif args.graphs:
