@@ -52,6 +52,8 @@ def served(
     drafts=None,
     accepted=None,
     held=0.0,
+    plain=0.0,
+    mode_changes=0.0,
     prompt=0.0,
     stale=0.0,
     idle_steps=0.0,
@@ -79,6 +81,8 @@ def served(
         ("tokens", tokens),
         ("discarded_rows", discarded),
         ("held_rows", held),
+        ("plain_steps", plain),
+        ("mode_changes", mode_changes),
     ):
         lines.append(_plain(f"spexis:{name}_total", "counter", value))
     for name, values in (("drafts", drafts), ("accepted_drafts", accepted)):
@@ -137,6 +141,8 @@ AFTER = stock(
     drafts={"v1": 1000, "v2": 80},
     accepted={"v1": 680, "v2": 72},
     held=8,
+    plain=25,
+    mode_changes=2,
     prompt=10,
     stale=2,
     idle_steps=105,

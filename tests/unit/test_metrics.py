@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from spexis.core.law import rows_per_token
+from spexis.core.mode import Mode
 from spexis.observability import wire
 from spexis.observability.counters import FIELDS, SpexisCounters
 from spexis.observability.iteration_log import IterationLog
@@ -83,6 +84,9 @@ def fake_scheduler():
         running=[1, 2],
         waiting=[3],
         kv_cache_manager=SimpleNamespace(usage=0.123456),
+        mode=Mode.SP,
+        live_mode=None,
+        lookahead=None,
     )
 
 
@@ -105,6 +109,7 @@ def test_iteration_log_sums_to_the_counters(tmp_path):
     assert sum(line["rows"]["discarded"] for line in lines) == scheduler.counters.discarded_rows
     assert lines[0]["rows"] == {"prompt": 1, "token": 1, "discarded": 1, "stale": 0}
     assert lines[0]["scheduled_tokens"] == 9 and lines[0]["kv_usage"] == 0.1235
+    assert lines[0]["mode"] == "sp" and "lookahead" not in lines[0]
     assert lines[0]["running"] == 2 and lines[0]["waiting"] == 1
     log.close()
 

@@ -20,6 +20,7 @@ def test_rates_are_differences_over_the_time_between_looks():
     assert (now.preemptions, now.preemptions_since_start) == (1, 4)
     assert (now.steps_per_second, now.tokens_per_step) == (50, 2)
     assert now.held_rows_per_second == 4
+    assert (now.plain_share, now.mode_changes) == (0.25, 2)
 
 
 def test_stages_by_kind():
@@ -144,19 +145,17 @@ def test_an_older_version_is_named_by_what_it_lacks():
 
 def test_series_to_come_are_shown_if_present():
     plain = look(BEFORE, AFTER)
-    assert plain.mode is plain.mode_changes is plain.held_requests is None
+    assert plain.held_requests is None
     assert plain.kv_tokens is plain.lookahead_kv_tokens is None and plain.decision == {}
     more = (
-        f'spexis:mode{{{HOST},mode="sp"}} 0\nspexis:mode{{{HOST},mode="sp-alpha"}} 1\n'
-        f"spexis:mode_changes_total{{{HOST}}} 2\nspexis:held_requests{{{HOST}}} 3\n"
+        f"spexis:held_requests{{{HOST}}} 3\n"
         f"spexis:kv_tokens{{{HOST}}} 4000\nspexis:lookahead_kv_tokens{{{HOST}}} 5000\n"
         f'spexis:decision{{{HOST},kept="0.9",reason="memory"}} 1\n'
     )
     now = look(BEFORE, AFTER + more)
-    assert (now.mode, now.mode_changes, now.held_requests) == ("sp-alpha", 2, 3)
+    assert now.held_requests == 3
     assert (now.kv_tokens, now.lookahead_kv_tokens) == (4000, 5000)
     assert now.decision == {"kept": "0.9", "reason": "memory"}
-    assert look(BEFORE, AFTER + f"spexis:mode{{{HOST}}} 1\n").mode == "1"
 
 
 def test_looks_in_the_wrong_order():

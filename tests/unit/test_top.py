@@ -53,7 +53,7 @@ def test_view_says_restarted_and_shows_what_is_to_come():
     now = dataclasses.replace(
         look(BEFORE, AFTER),
         restarted=True,
-        mode="pp",
+        plain_share=0.75,
         mode_changes=2.0,
         held_requests=1.0,
         kv_tokens=4000.0,
@@ -62,7 +62,7 @@ def test_view_says_restarted_and_shows_what_is_to_come():
     )
     text = drawn(now)
     assert "the server restarted" in text and line(text, "decision") == "decision reason=memory"
-    assert line(text, "mode") == "mode pp changes since start 2"
+    assert line(text, "speculation") == "speculation on 25.0% of steps changes since start 2"
     assert line(text, "KV cache") == "KV cache used 50.0% tokens 4,000 forecast 5,000"
     assert "held 1" in line(text, "requests")
 

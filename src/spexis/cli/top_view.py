@@ -127,9 +127,9 @@ def _facts(now: Snapshot) -> Table:
             f"{_rate(now.steps_per_second)}",
             f"tokens/step {_number(now.tokens_per_step)}",
         )
-    if now.mode is not None:
+    if now.plain_share is not None:
         changes = _if(now.mode_changes, f"changes since start {_count(now.mode_changes)}")
-        row("mode", now.mode, changes)
+        row("speculation", f"on {_share(1 - now.plain_share)} of steps", changes)
     if now.decision:
         row("decision", *(f"{name}={value}" for name, value in now.decision.items()))
     return table

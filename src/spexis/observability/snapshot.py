@@ -96,10 +96,11 @@ class Snapshot:
     """1 + (1-p)(N-1) at the acceptance p between the looks."""
     rows_per_token_since_start: float | None
     held_rows_per_second: float | None
-    # From here to `decision`: series not every version has; without one no note.
-    mode: str | None
+    plain_share: float | None
+    """Share of steps for which speculation was off for all requests."""
     mode_changes: float | None
     """Since the server's start."""
+    # From here to `decision`: series not every version has; without one no note.
     held_requests: float | None
     kv_tokens: float | None
     lookahead_kv_tokens: float | None
@@ -143,7 +144,9 @@ def take_snapshot(before: Scrape, after: Scrape) -> Snapshot:
         rows_per_token_law=law,
         rows_per_token_since_start=_rows_per_token(total["tokens"], total["discarded_rows"]),
         held_rows_per_second=window.rate("spexis:held_rows_total"),
-        mode=_mode(window),
+        plain_share=ratio(
+            window.grown("spexis:plain_steps_total"), window.grown("spexis:steps_total")
+        ),
         mode_changes=window.now("spexis:mode_changes_total"),
         held_requests=window.now("spexis:held_requests"),
         kv_tokens=window.now("spexis:kv_tokens"),
@@ -181,20 +184,6 @@ def _drafters(window: Window) -> tuple[Drafter, ...]:
         )
         for (version,), number in sorted(grown.items())
     )
-
-
-def _mode(window: Window) -> str | None:
-    """The label of the series that is 1 (label `mode`, or Prometheus' own for an enum), or the
-    number itself where no such label is; several engines' modes joined."""
-    modes = set()
-    for key, value in window.after.get("spexis:mode", {}).items():
-        labels = dict(key)
-        name = labels.get("mode", labels.get("spexis:mode"))
-        if name is None:
-            modes.add(f"{value:g}")
-        elif value > 0:
-            modes.add(name)
-    return ", ".join(sorted(modes)) or None
 
 
 def _decision(window: Window) -> dict[str, str]:
