@@ -14,6 +14,7 @@ import os
 from typing import Any
 
 from spexis.config import ConfigError, SpexisConfig
+from spexis.core.profile_file import ProfileFile
 
 logger = logging.getLogger("vllm.spexis")
 
@@ -70,6 +71,7 @@ def check_config(config: Any, spexis: SpexisConfig) -> None:
     _check_steps(config, spexis)
     _check_parallel(config)
     _check_features(config)
+    _check_selection(config, spexis)
     _check_model(config.model_config)
     _check_drafter(config.model_config, spexis)
 
@@ -153,6 +155,20 @@ def _check_features(config: Any) -> None:
             "async scheduling is off, so the last stage would block on every step",
             "remove --no-async-scheduling",
         )
+
+
+def _check_selection(config: Any, spexis: SpexisConfig) -> None:
+    if spexis.mode != "sp-alpha":
+        return
+    if config.use_v2_model_runner:
+        refuse(
+            'mode "sp-alpha" runs on vLLM\'s V1 model runner only so far (CPUs)',
+            'use mode "auto", which switches speculation off where it does not pay',
+        )
+    parallel = config.parallel_config
+    ProfileFile.load(spexis.profile).cost_model(
+        parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    )
 
 
 def _check_model(model: Any) -> None:

@@ -236,12 +236,15 @@ class RealScheduler:
         return step
 
     def update(self, step: Step) -> None:
-        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+        from spexis.engine.selector import SpexisOutput
 
         result = EMPTY_MODEL_RUNNER_OUTPUT
         if step.rows:
             ids = [row.req_id for row in step.rows]
-            result = ModelRunnerOutput(
+            result = SpexisOutput(
+                held=frozenset(row.req_id for row in step.rows if row.held),
                 req_ids=ids,
                 req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
                 sampled_token_ids=[[t] if t != NO_TOKEN else [] for t in step.outputs],
@@ -277,7 +280,17 @@ class RealScheduler:
         return Step(call=self.num_calls + 1, finished=sorted(self.real.finished_req_ids))
 
 
-def run(make_config, num_stages, more, seeds, policy="fcfs", switches=False, tight=False, **block):
+def run(
+    make_config,
+    num_stages,
+    more,
+    seeds,
+    policy="fcfs",
+    switches=False,
+    tight=False,
+    hold=0.0,
+    **block,
+):
     totals = dict.fromkeys(("preemptions", "hits", "discarded", "stale", "held", "plain"), 0)
     totals.update(waits=0, holds=0, evicts=0, replayed=0)
     config = make_config(num_stages, num_stages + more, policy, **block)
@@ -293,6 +306,7 @@ def run(make_config, num_stages, more, seeds, policy="fcfs", switches=False, tig
             block_size=BLOCK_SIZE,
             seed=seed,
             eager=(0.3, 0.7, 1.0)[seed % 3],
+            hold=hold,
         )
         scheduler.stages = pipeline.stages
         pipeline.run(max_calls=5_000)
@@ -310,6 +324,9 @@ def run(make_config, num_stages, more, seeds, policy="fcfs", switches=False, tig
             totals["waits"] += entry.get("admit", 1) == 0
             totals["holds"] += bool(entry.get("hold"))
             totals["evicts"] += bool(entry.get("evict"))
+        if hold and not scheduler.switches:
+            assert counters.held <= pipeline.num_held  # some came back stale
+        assert counters.accepted <= counters.drafts
         assert min(scheduler.plain_gaps, default=num_stages) >= num_stages
         assert sum(scheduler.real.cadence.load) == 0
     return totals
@@ -324,6 +341,13 @@ def test_real_scheduler(make_config, num_stages, more, policy):
     for name in ("preemptions", "hits", "discarded", "stale", "plain"):
         assert totals[name] > 20, totals
     assert totals["held"] == totals["waits"] == totals["evicts"] == 0
+
+
+@pytest.mark.parametrize(("num_stages", "more"), [(2, 0), (2, 1), (4, 1)])
+def test_rows_held_by_the_first_stage(make_config, num_stages, more):
+    """Rows that the scheduler planned and the first stage left out, at random."""
+    totals = run(make_config, num_stages, more, range(30), hold=0.4)
+    assert min(totals["held"], totals["discarded"], totals["preemptions"]) > 20, totals
 
 
 @pytest.mark.parametrize(
