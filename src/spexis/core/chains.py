@@ -20,11 +20,13 @@ Invariant: numpy in, numpy out, nothing random; a row whose input is verified al
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from spexis.core.acceptance import AcceptanceEstimator, remember
+from spexis.core.profile_file import ProfileFile
 from spexis.core.selection import Selection
 
 SURE = 0.9999
@@ -55,6 +57,15 @@ class DraftChooser:
         self._num_steps = 0
         self._last: tuple[int, int, float, int] | None = None  # rows, prompt tokens, KV, requests
         self.journal: list[dict[str, Any]] | None = None
+
+    @classmethod
+    def from_setup(cls, setup: Mapping[str, Any]) -> DraftChooser:
+        """setup: what a journal begins with; `profile` is the content of a profile's file."""
+        cost = ProfileFile.of(setup["profile"]).cost_model(
+            setup["num_stages"], setup["tensor_parallel_size"]
+        )
+        selection = Selection(cost, setup["max_rows"])
+        return cls(selection, setup["num_slots"], setup["num_stages"], setup["version"])
 
     # -- what happened ---------------------------------------------------------------------------
 
@@ -101,7 +112,9 @@ class DraftChooser:
 
     def joint(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[R] probability that the token to run at each position is the true one."""
-        lags = np.arange(self.num_stages)
+        # The verdict of N steps back is in, so N-1 drafts can be without one. Farther back lie
+        # columns that drafts behind a wrong guess have overwritten.
+        lags = np.arange(self.num_stages - 1)
         columns = (positions[:, None] - lags) % self.num_remembered
         return self.chance[slots[:, None], columns].prod(axis=1)
 
@@ -160,5 +173,5 @@ class DraftChooser:
         inputs = [np.array(v) if isinstance(v, list) else v for v in values]
         found = getattr(self, what)(*inputs)
         if rest and found.tolist() != entry["run"]:
-            return f"runs {np.flatnonzero(found).tolist()}, not {np.flatnonzero(entry['run'])}"
+            return f"runs {np.flatnonzero(found)}, not {np.flatnonzero(entry['run'])}"
         return None

@@ -11,7 +11,7 @@ stage and no scheduler waits for it. A held row travels through the pipeline as 
 the stages that follow learn from the first which rows those are (HELD_KEY), the scheduler from the
 last (SpexisOutput), and takes their counts back as it does a discarded row's.
 
-Ranks of one stage must choose alike, but measure other times: the first rank's choice is sent round.
+Ranks of one stage must choose alike, but measure other times: the first one's choice is sent round.
 
 Invariant: prompt rows and rows whose input is verified always run, and at least one row does.
 """
@@ -31,7 +31,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from spexis.config import SpexisConfig
 from spexis.core.chains import DraftChooser
 from spexis.core.profile_file import ProfileFile
-from spexis.core.selection import Selection
 from spexis.engine.verdict import NO_TOKEN
 
 HELD_KEY = "spexis_held"  # [R] bool, travels with the hidden states
@@ -57,25 +56,23 @@ class DraftSelector:
     def __init__(self, config: SpexisConfig, runner):
         tp = get_tp_group()
         self.tp = tp if tp.world_size > 1 else None
-        cost = ProfileFile.load(config.profile).cost_model(runner.num_stages, tp.world_size)
-        selection = Selection(cost, runner.max_num_reqs)
-        version = runner.spexis_drafter.version
+        profile = ProfileFile.load(config.profile)
+        setup = {
+            "profile": dict(profile.block),
+            "num_stages": runner.num_stages,
+            "tensor_parallel_size": tp.world_size,
+            "max_rows": runner.max_num_reqs,
+            "num_slots": runner.num_slots + 1,
+            "version": runner.spexis_drafter.version,
+        }
         self.table = runner.slot_table
-        self.chooser = DraftChooser(selection, runner.num_slots + 1, runner.num_stages, version)
+        self.chooser = DraftChooser.from_setup(setup)
         self._last_begin: float | None = None
         self._tokens = 0  # verdicts with a token since the last choice
         self._journal = None
         if config.iteration_log is not None and tp.rank_in_group == 0:
             # Open as long as the stage lives.
             self._journal = Path(f"{config.iteration_log}.stage0").open("w", buffering=1)  # noqa: SIM115
-            setup = {
-                "profile": config.profile,
-                "num_stages": runner.num_stages,
-                "tensor_parallel_size": tp.world_size,
-                "max_rows": runner.max_num_reqs,
-                "num_slots": runner.num_slots + 1,
-                "version": version,
-            }
             self._journal.write(json.dumps({"setup": setup}) + "\n")
             self.chooser.journal = []
 

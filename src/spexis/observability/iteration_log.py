@@ -4,8 +4,8 @@
     --additional-config '{"spexis": {"iteration_log": "steps.jsonl"}}'
 
     {"step": 7, "time": 1764400000.123456, "rows": {"prompt": 0, "token": 3, "discarded": 1,
-     "stale": 0}, "held": 0, "scheduled_tokens": 4, "drafts": 2, "accepted": 1, "running": 4, "waiting": 0,
-     "kv_usage": 0.012, "mode": "sp"}
+     "stale": 0}, "held": 0, "scheduled_tokens": 4, "drafts": 2, "accepted": 1, "running": 4,
+     "waiting": 0, "kv_usage": 0.012, "mode": "sp"}
 
 With look-ahead also its decisions since the last line, with mode "auto" what it saw of the step;
 with mode "sp-alpha" the first stage writes which rows it chose from what to steps.jsonl.stage0. All
