@@ -3,8 +3,8 @@
 
     python -m pytest tests/engine/test_policies.py
 
-Drafts that do not pay are left out by the first stage (mode "sp-alpha"), requests wait, are held and
-preempted by look-ahead. What was decided must follow from the logs alone.
+Drafts that do not pay are left out by the first stage (mode "sp-alpha"), requests wait, are held
+and preempted by look-ahead. What was decided must follow from the logs alone.
 """
 
 import json
