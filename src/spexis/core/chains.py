@@ -170,7 +170,10 @@ class DraftChooser:
     def replay(self, entry: dict[str, Any]) -> str | None:
         """Does a journal's entry again; what came out otherwise, or None."""
         (what, values), *rest = entry.items()
-        inputs = [np.array(v) if isinstance(v, list) else v for v in values]
+        # An empty list says nothing of its type, and all empty arrays are alike.
+        inputs = [
+            np.array(v, None if v else np.int64) if isinstance(v, list) else v for v in values
+        ]
         found = getattr(self, what)(*inputs)
         if rest and found.tolist() != entry["run"]:
             return f"runs {np.flatnonzero(found)}, not {np.flatnonzero(entry['run'])}"
