@@ -62,7 +62,9 @@ def exported():
     from spexis.observability.stat_logger import SpexisStatLogger, _unregister
 
     config = SimpleNamespace(
-        additional_config={"spexis": {"drafter": {"method": "synthetic"}}},
+        additional_config={
+            "spexis": {"drafter": {"method": "synthetic"}, "mode": "auto", "lookahead": True}
+        },
         parallel_config=SimpleNamespace(pipeline_parallel_size=2),
         model_config=SimpleNamespace(served_model_name="m"),
     )
@@ -233,9 +235,10 @@ def test_kinds_of_slots_are_explained_and_drawn():
 
 @pytest.mark.engine
 def test_spexis_top_reads_the_series_that_the_code_exports(exported):
-    from spexis.observability.snapshot import SPEXIS_SERIES
+    from spexis.observability.snapshot import POLICY_SERIES, SPEXIS_SERIES
 
-    assert set(SPEXIS_SERIES) == sample_names(exported)
+    assert {*SPEXIS_SERIES, *POLICY_SERIES} == sample_names(exported)
+    assert all(name.endswith("_total") for name in SPEXIS_SERIES)
 
 
 def test_the_document_is_short():

@@ -3,7 +3,7 @@
 
     control = LiveMode()
     mode = control.observe(seconds, tokens, running, prefill_tokens)     # once a step
-    control.mode, control.reason
+    control.mode, control.reason, control.why
 
 Nothing is known about the hardware and nothing has to be: for each load (running requests, in
 classes half an octave wide) and mode, the tokens per second of looks of `look_steps` steps are
@@ -21,12 +21,21 @@ spent on trials of a worse mode is at most `price` / loss, and never above 1 / `
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass, field
 
 from spexis.core.mode import Mode
 
 MODES = (Mode.SP, Mode.PP)
+
+
+class Why(enum.StrEnum):
+    """What the last change of mode was for."""
+
+    START = "start"
+    MEASURED = "measured"
+    TRIAL = "trial"
 
 
 @dataclass(slots=True)
@@ -63,6 +72,7 @@ class LiveMode:
         settle: steps; more than the pipeline is deep.
         """
         self.mode, self.reason, self.num_changes = mode, "at first", 0
+        self.why = Why.START
         self.look_steps, self.settle, self.trial_looks = look_steps, settle, trial_looks
         self.margin, self.price = margin, price
         self.shortest, self.longest, self.memory = shortest, longest, memory
@@ -142,6 +152,7 @@ class LiveMode:
 
     def _change(self, mode: Mode, reason: str) -> None:
         self.mode, self.reason = mode, reason
+        self.why = Why.MEASURED if self._trial is None else Why.TRIAL
         self.num_changes += 1
         self._since_change = 0
         self._clear()

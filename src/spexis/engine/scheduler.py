@@ -33,6 +33,7 @@ from spexis.engine.verdict import take_back
 from spexis.guards import check_sources
 from spexis.observability.counters import SpexisCounters
 from spexis.observability.iteration_log import IterationLog
+from spexis.observability.policy_state import policy_state
 from spexis.observability.wire import attach
 
 
@@ -170,7 +171,7 @@ class SpexisScheduler(AsyncScheduler):
             self.counters.mode_changes = self.live_mode.num_changes
 
     def make_stats(self, *args, **kwargs):
-        return attach(super().make_stats(*args, **kwargs), self.counters)
+        return attach(super().make_stats(*args, **kwargs), self.counters, policy_state(self))
 
     def _take_back_discarded(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

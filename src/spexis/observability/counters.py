@@ -41,6 +41,8 @@ FIELDS = (
     "idle_slots",
     "plain_steps",
     "mode_changes",
+    "forecasts",
+    "forecasts_exceeded",
 )
 
 
@@ -78,6 +80,10 @@ class SpexisCounters:
     """Steps scheduled while speculation was off for all requests."""
     mode_changes: int = 0
     """Times that speculation was switched on or off (`mode`: "auto")."""
+    forecasts: int = 0
+    """Forecasts of KV memory whose time came (engine/kv_forecast.py)."""
+    forecasts_exceeded: int = 0
+    """Of these, those that were too low."""
     _taken: dict[str, int] = field(default_factory=dict, repr=False)
 
     def observe_step(
