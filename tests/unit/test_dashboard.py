@@ -241,5 +241,17 @@ def test_spexis_top_reads_the_series_that_the_code_exports(exported):
     assert all(name.endswith("_total") for name in SPEXIS_SERIES)
 
 
+def test_decisions_are_explained():
+    from spexis.core.decisions import DECISIONS
+
+    for decision in DECISIONS["lookahead"]:
+        assert f"| `{decision.choice}` | `{decision.reason}` |" in DOCS
+    for policy, said in DECISIONS.items():
+        assert f'"{policy}"' in DOCS
+        assert all(f"`{word}`" in DOCS for decision in said for word in decision)
+
+
 def test_the_document_is_short():
-    assert DOCS.count("\n") < 80 and "spexis top" in DOCS and "examples/grafana/spexis.json" in DOCS
+    assert (
+        DOCS.count("\n") < 110 and "spexis top" in DOCS and "examples/grafana/spexis.json" in DOCS
+    )
