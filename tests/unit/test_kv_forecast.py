@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spexis.core.memory import HORIZONS, MemoryLookahead, Running
-from spexis.engine.kv_forecast import EVERY, STEPS, ForecastCheck
+from spexis.engine.kv_forecast import STEPS, ForecastCheck
 from spexis.observability.counters import SpexisCounters
 
 BLOCK_SIZE = 4
@@ -87,7 +87,7 @@ def test_a_forecast_that_was_too_low_is_counted():
     fake = Fake(tokens_per_row_step=0.5)  # they will grow twice as fast as measured so far
     fake.admit("a", 8)
     fake.memory.lengths.survival[:] = 1.0  # no answer ends
-    for _ in range(2 * STEPS):
+    for _ in range(2 * STEPS + 1):
         fake.step()
     counters = fake.scheduler.counters
     assert counters.forecasts == counters.forecasts_exceeded == 2
@@ -98,9 +98,9 @@ def test_between_forecasts_nothing_is_looked_at():
     fake.step()
     assert fake.looks == 0, "nothing runs"
     fake.admit("a")
-    for step in range(1, 5 * EVERY + 1):
+    for step in range(1, 5 * STEPS + 1):
         fake.step()
-        assert fake.looks == -(-step // EVERY)
+        assert fake.looks == -(-step // STEPS)
 
 
 def test_an_idle_engine_keeps_its_forecast_until_steps_go_on():

@@ -358,7 +358,7 @@ def test_lookahead_preempts_less_and_changes_no_token(make_config, num_stages, m
     assert with_it["waits"] > 50 and with_it["evicts"] > 0
     assert with_it["replayed"] > 500
     # Not a test of calibration: token budgets of 3 make requests slower than any forecast thinks.
-    assert with_it["forecasts"] > max(30, 2 * with_it["exceeded"]), with_it
+    assert with_it["forecasts"] > max(10, 2 * with_it["exceeded"]), with_it
     assert without["forecasts"] == 0
     assert with_it["preemptions"] < 0.7 * without["preemptions"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV forecasts set against what came, for people to see: made now and then, compared when due.
+"""KV forecasts set against what came, for people to see: one at a time, compared when it is due.
 
     check = ForecastCheck(lookahead)
     check.step()                                  # before each of vLLM's steps
@@ -10,16 +10,15 @@ forecast itself. So what came is what *those* requests hold STEPS non-empty step
 as vLLM gave them out. An upper quantile of 95 % ought to be exceeded by 5 % of them.
 
 The policy's own outlooks are renewed only when something is to be decided, which with ample memory
-is never; therefore these are made apart, one every EVERY steps, and neither the policy nor its
+is never; therefore these are made apart, one every STEPS steps, and neither the policy nor its
 journal (lookahead.py) sees them.
 
 Invariant: reads the scheduler, changes nothing but two of its counters; between two forecasts a
-step costs two comparisons.
+step costs a comparison.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from spexis.engine.lookahead import Lookahead
 
 STEPS = 32  # ahead, of the forecasts that are compared; one of HORIZONS
-EVERY = 16  # steps between two of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +49,19 @@ class ForecastCheck:
         """[K] upper quantile of the KV tokens at each of HORIZONS, as last projected."""
         self.due = self.came = 0
         """KV tokens: of the newest forecast that came due, and what its requests held then."""
-        self._pending: deque[_Forecast] = deque()
-        self._last = -EVERY
+        self._pending: _Forecast | None = None
 
     def step(self) -> None:
         """Before vLLM's step."""
         scheduler = self.lookahead.scheduler
         step = scheduler.num_steps
-        if self._pending and self._pending[0].due <= step:
-            self._compare(self._pending.popleft())
-        if step - self._last >= EVERY and scheduler.running:
-            self._last = step
-            self._forecast(step)
+        if self._pending is not None:
+            if step < self._pending.due:
+                return
+            self._compare(self._pending)
+            self._pending = None
+        if scheduler.running:
+            self._pending = self._forecast(step + STEPS)
 
     @property
     def kv_tokens(self) -> int:
@@ -71,7 +70,7 @@ class ForecastCheck:
         used = lookahead.num_blocks - lookahead.pool.get_num_free_blocks()
         return used * lookahead.block_size
 
-    def _forecast(self, step: int) -> None:
+    def _forecast(self, due: int) -> _Forecast:
         lookahead = self.lookahead
         scheduler = lookahead.scheduler
         acceptance = acceptance_for(lookahead.pace.tokens_per_row_step, scheduler.num_stages)
@@ -79,7 +78,7 @@ class ForecastCheck:
         self.ahead = tuple(int(tokens) for tokens in upper)
         tokens = self.ahead[int(np.searchsorted(HORIZONS, STEPS))]
         of = frozenset(request.request_id for request in scheduler.running)
-        self._pending.append(_Forecast(step + STEPS, tokens, of))
+        return _Forecast(due, tokens, of)
 
     def _compare(self, forecast: _Forecast) -> None:
         lookahead = self.lookahead
