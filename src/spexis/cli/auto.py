@@ -38,6 +38,7 @@ SIZES = (
     *("--data-parallel-size", "-dp", "--decode-context-parallel-size", "-dcp"),
     "--prefill-context-parallel-size",
 )
+MODES = ("tp", "pp", "sp")  # of the planner's, those that can be served: drafts are not selected
 SLACK = 1.15  # longest stage over an even share of the layers that the planner's figures allow
 
 
@@ -206,7 +207,7 @@ class Fit:
         """Why not, in a few words; None: it can."""
         if option.replicas > 1:
             return f"{option.replicas} servers, to be started each by itself"
-        if option.mode == "sp-alpha":
+        if option.mode not in MODES:
             return "Spexis runs every draft"
         if option.mode != "sp":
             return None
@@ -276,6 +277,7 @@ def _lines(fitting: list, passed: dict[str, str], wanted, notes: list[str]) -> l
         lines.append("nothing else can run")
     if passed:
         lines.append("passed over " + "; ".join(f"{k} ({why})" for k, why in _short(passed)))
+    lines += [note for note in notes if plan.TOO_HIGH in note]
     return lines
 
 

@@ -23,6 +23,7 @@ from spexis.config import ConfigError
 
 DEFAULT_HARDWARE, DEFAULT_MODEL = "h100", "llama-70b"
 DEFAULT_GPUS = 8
+TOO_HIGH = "TP may be priced too high"
 DEFAULT_BATCH, DEFAULT_CONTEXT, DEFAULT_PROMPT = 64, 1000, 512
 MOST_STREAMS = 256  # vLLM's max_num_seqs on most devices
 
@@ -181,7 +182,7 @@ def measured_notes(profile, no_p2p: bool) -> list[str]:
     if profile.all_reduce_by == "torch":
         notes.append(
             "measured - all-reduce: NCCL's or Gloo's own time, this profile has none of vLLM's"
-            + ("" if no_p2p else ", which is faster with peer access: TP may be priced too high")
+            + ("" if no_p2p else f", which is faster with peer access: {TOO_HIGH}")
         )
     return notes
 
