@@ -12,6 +12,7 @@ import pytest
 
 from spexis.core import decisions
 from spexis.core.law import rows_per_token
+from spexis.core.live_mode import Reason
 from spexis.core.mode import Mode
 from spexis.observability import wire
 from spexis.observability.counters import FIELDS, SpexisCounters
@@ -174,7 +175,7 @@ def with_policies(running=(1,)):
     check = SimpleNamespace(ahead=(1, 2, 3, 4, 5, 6), due=40, came=39, kv_tokens=38)
     return SimpleNamespace(
         lookahead=SimpleNamespace(check=check, decision=decisions.WAIT),
-        live_mode=SimpleNamespace(mode=Mode.PP, why="trial"),
+        live_mode=SimpleNamespace(mode=Mode.PP, reason=Reason.TRIAL),
         running=list(running),
     )
 
@@ -200,7 +201,7 @@ def test_policies_say_what_is_listed_only():
     from spexis.core.live_mode import LiveMode
     from spexis.engine import lookahead
 
-    assert decisions.Decision("sp", LiveMode().why) in decisions.DECISIONS["mode"]
+    assert decisions.Decision("sp", str(LiveMode().reason)) in decisions.DECISIONS["mode"]
     said = {name for name in dir(decisions) if name.isupper() and name != "DECISIONS"}
     assert {getattr(decisions, name) for name in said} == {*decisions.DECISIONS["lookahead"]}
     source = Path(lookahead.__file__).read_text()
@@ -334,6 +335,32 @@ def test_policies_gauges(stat_logger):
     assert found["spexis:lookahead_kv_tokens", "0", "32"] == 3
     assert found["spexis:decision", "pp", "0", "mode", "trial"] == 1
     assert len(found) == 4 + len(STEPS) + sum(map(len, decisions.DECISIONS.values()))
+
+
+@pytest.mark.engine
+def test_spexis_top_reads_what_was_recorded(stat_logger):
+    from prometheus_client import REGISTRY, generate_latest
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from spexis.observability.scrape import parse
+    from spexis.observability.snapshot import take_snapshot
+
+    counters, looks = played(), []
+    counters.forecasts, counters.forecasts_exceeded = 10, 1
+    for time in (1.0, 2.0):
+        stats = wire.attach(SchedulerStats(), counters, policy_state(with_policies()))
+        stat_logger.record(stats, None)
+        looks.append(parse(generate_latest(REGISTRY).decode(), time))
+        counters.steps, counters.held = counters.steps + 1, counters.held + 5
+    now = take_snapshot(*looks)
+    assert (now.held_requests, now.kv_tokens) == (5, 38)
+    assert (now.lookahead_kv_tokens, now.lookahead_steps) == (6, 256)
+    assert (now.due_kv_tokens, now.came_kv_tokens) == (40, 39)
+    assert (now.forecasts, now.forecasts_exceeded) == (10, 0.1)
+    assert [(d.policy, d.choice, d.reason) for d in now.decisions] == [
+        ("lookahead", *decisions.WAIT),
+        ("mode", "pp", "trial"),
+    ]
 
 
 @pytest.mark.engine

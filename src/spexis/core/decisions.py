@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spexis.core.live_mode import Why
+from spexis.core.live_mode import Reason
 from spexis.core.mode import Mode
 
 
@@ -29,5 +29,5 @@ EVICT = Decision("evict", "blocks_short")
 
 DECISIONS: dict[str, tuple[Decision, ...]] = {
     "lookahead": (NONE, ADMIT, WAIT, HOLD, EVICT),
-    "mode": tuple(Decision(str(mode), str(why)) for mode in Mode for why in Why),
+    "mode": tuple(Decision(str(mode), str(why)) for mode in Mode for why in Reason),
 }

@@ -35,7 +35,7 @@ def policy_state(scheduler: Any) -> PolicyState | None:
         return None
     state = PolicyState()
     if live_mode is not None:
-        state.decisions["mode"] = Decision(str(live_mode.mode), str(live_mode.why))
+        state.decisions["mode"] = Decision(str(live_mode.mode), str(live_mode.reason))
     if lookahead is not None:
         check = lookahead.check
         state.decisions["lookahead"] = lookahead.decision
