@@ -213,6 +213,14 @@ def test_sp_needs_an_acceptance(run, model):
     assert "give --acceptance" in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("changes", "flags"), [({"quantization_config": {}}, ()), ({}, ("--quantization", "fp8"))]
+)
+def test_a_quantised_model_is_priced_as_bfloat16(run, model, changes, flags):
+    *_, lines = run(model(**changes), "--auto", "--hardware", "h200", *flags)
+    assert "the plan is for bfloat16" in lines[-1]
+
+
 def test_on_a_cpu_with_a_profile(run, model, machine, tmp_path):
     machine.cpu()
     block = json.loads(Path(STORED).read_text())

@@ -52,8 +52,13 @@ class Choice:
     """What was chosen and why."""
 
 
-def choose(options: argparse.Namespace, flags: list[str], model: str | None) -> Choice:
-    """options: of serve.parse(). model: as `vllm serve` will be given it, a folder for "demo"."""
+def choose(
+    options: argparse.Namespace, flags: list[str], model: str | None, block: dict[str, Any]
+) -> Choice:
+    """options: of serve.parse(). model: as `vllm serve` will be given it, a folder for "demo".
+
+    block: what --drafter says. ConfigError: a contradiction, or nothing can run.
+    """
     given = Given(flags)
     refuse_contradictions(options, given)
     model = model or given.file.get("model")
@@ -62,8 +67,9 @@ def choose(options: argparse.Namespace, flags: list[str], model: str | None) -> 
     folder = model_config(model, flags)
     wanted = planned(options, folder, value_of(flags, "--max-num-seqs"))
     ranked, notes = plan.rank_splits(wanted, wanted.most)
-    block = {"mode": "auto", **options.block}
-    fit = Fit(json.loads((folder / "config.json").read_text()), model, block, given)
+    block = {"mode": "auto", **block}
+    config = json.loads((folder / "config.json").read_text())
+    fit = Fit(config, model, block, given)
     passed: dict[str, str] = {}
     fitting = []
     for option in ranked:
@@ -79,6 +85,8 @@ def choose(options: argparse.Namespace, flags: list[str], model: str | None) -> 
     best = fitting[0]
     sizes = [TP_FLAGS[0], str(best.tensor), PP_FLAGS[0], str(best.stages)]
     lines = _lines(fitting, passed, wanted, notes)
+    if "quantization_config" in config or given.has("--quantization", "-q"):
+        lines.append("the plan is for bfloat16: quantised weights are smaller, and read faster")
     return Choice(sizes, block if best.mode == "sp" else None, lines)
 
 

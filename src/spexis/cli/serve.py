@@ -53,10 +53,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("vLLM is not installed; `pip install 'spexis[cpu]'` or 'spexis[cuda]'")
     block = spexis_block(options, flags)
     if options.auto:
-        from spexis.cli.auto import choose
-
-        options.block = block
-        choice = choose(options, flags, demo_folder() if options.model == DEMO else options.model)
+        model = demo_folder() if options.model == DEMO else options.model
+        choice = auto.choose(options, flags, model, block)
         print(*(f"auto: {line}" for line in choice.lines), sep="\n", file=sys.stderr)
         flags, block = [*choice.flags, *flags], choice.block
     config = None if block is None else SpexisConfig.from_dict(block)
