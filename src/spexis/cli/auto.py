@@ -285,7 +285,8 @@ def _lines(fitting: list, passed: dict[str, str], wanted, notes: list[str]) -> l
         lines.append("nothing else can run")
     if passed:
         lines.append("passed over " + "; ".join(f"{k} ({why})" for k, why in _short(passed)))
-    lines += [note for note in notes if plan.TOO_HIGH in note]
+    if any(option.tensor > 1 for option in fitting) and not platform.is_cpu():
+        lines += [note for note in notes if plan.TOO_HIGH in note]
     return lines
 
 
