@@ -13,10 +13,12 @@ from random import Random
 import pytest
 
 from spexis.bench.pipeline import BrokenError, Pipeline, Row, Step, Target
+from spexis.core.decisions import DECISIONS
 from spexis.core.lengths import LengthModel
 from spexis.core.mode import Mode
 from spexis.core.replay import replay_memory
 from spexis.engine.verdict import NO_TOKEN
+from spexis.observability.policy_state import STEPS, policy_state
 
 pytestmark = pytest.mark.engine  # no engine starts, but vLLM is imported
 BLOCK_SIZE = 2
@@ -270,6 +272,16 @@ class RealScheduler:
                 if stage.kv[block.block_id] != tokens:
                     raise BrokenError(f"cached {tokens}, holds {stage.kv[block.block_id]}")
 
+    def check_policies(self) -> None:
+        """What people are shown, of an engine that has come to rest."""
+        state = policy_state(self.real)
+        if self.real.lookahead is None:
+            assert state is None and self.real.counters.forecasts == 0
+            return
+        assert state.decisions["lookahead"] in DECISIONS["lookahead"]
+        assert state.gauges["kv_tokens"] == 0
+        assert not any(state.gauges[f"lookahead_kv_tokens/{steps}"] for steps in STEPS)
+
     def done(self) -> Step:
         self.check_cached_blocks()
         free = self.real.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -292,7 +304,7 @@ def run(
     **block,
 ):
     totals = dict.fromkeys(("preemptions", "hits", "discarded", "stale", "held", "plain"), 0)
-    totals.update(waits=0, holds=0, evicts=0, replayed=0)
+    totals.update(waits=0, holds=0, evicts=0, replayed=0, forecasts=0, exceeded=0)
     config = make_config(num_stages, num_stages + more, policy, **block)
     for seed in seeds:
         scheduler = RealScheduler(config, seed, tight)
@@ -316,6 +328,9 @@ def run(
         totals["stale"] += counters.stale_rows
         totals["held"] += counters.held
         totals["hits"] += scheduler.num_hits
+        totals["forecasts"] += counters.forecasts
+        totals["exceeded"] += counters.forecasts_exceeded
+        scheduler.check_policies()
         totals["plain"] += len(scheduler.plain_gaps)
         journal = json.loads(json.dumps(scheduler.journal))
         assert replay_memory(journal, LengthModel(prior_mean=12)) == []
@@ -366,6 +381,9 @@ def test_lookahead_preempts_less_and_changes_no_token(make_config, num_stages, m
     without = run(make_config, num_stages, more, range(20), tight=True)
     assert with_it["waits"] > 50 and with_it["evicts"] > 0
     assert with_it["replayed"] > 500
+    # Not a test of calibration: token budgets of 3 make requests slower than any forecast thinks.
+    assert with_it["forecasts"] > max(10, 2 * with_it["exceeded"]), with_it
+    assert without["forecasts"] == 0
     assert with_it["preemptions"] < 0.7 * without["preemptions"]
 
 

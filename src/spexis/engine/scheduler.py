@@ -33,6 +33,7 @@ from spexis.engine.verdict import take_back
 from spexis.guards import check_sources
 from spexis.observability.counters import SpexisCounters
 from spexis.observability.iteration_log import IterationLog
+from spexis.observability.policy_state import policy_state
 from spexis.observability.wire import attach
 
 
@@ -175,7 +176,7 @@ class SpexisScheduler(AsyncScheduler):
             self.counters.mode_changes = self.live_mode.num_changes
 
     def make_stats(self, *args, **kwargs):
-        return attach(super().make_stats(*args, **kwargs), self.counters)
+        return attach(super().make_stats(*args, **kwargs), self.counters, policy_state(self))
 
     def _take_back_discarded(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -191,6 +192,7 @@ class SpexisScheduler(AsyncScheduler):
                 continue
             if req_id in held:
                 self.counters.held += 1
+                self.counters.unrun_rows += 1
                 take_back(request)
                 continue
             # Behind a row that was held, the verdict of the last one that ran may be known.
