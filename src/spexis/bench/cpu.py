@@ -13,12 +13,15 @@ makes room for the next, and the rate is that of the time while all B streams ar
 included.
 Ratios are taken within pairs, medians and spread over pairs. The law's limit at B streams is
 B * r(p, 2) / T(B) with T the busy time of SP's slower stage per step of B rows in the same calls.
+With --profile (a file of `spexis profile` for the demo model on this machine) a third engine runs in
+part 1: "alpha", which leaves out the drafts that do not pay (mode "sp-alpha").
 Ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -52,21 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     count = min(args.pairs * _requests(max(args.streams)), MAX_PROMPTS)
     prompts = chat_token_ids(model, load_prompts(count, args.data, max_chars=300))
     with tempfile.TemporaryDirectory() as folder:
-        demo = _part(
-            "demo model, shipped drafter",
-            {
-                "pp": EngineSpec(model=model, stages=2, options=_OPTIONS),
-                "sp": EngineSpec(
-                    model=model,
-                    stages=2,
-                    drafter={"method": "exit", "model": args.drafter},
-                    options=_OPTIONS,
-                ),
-            },
-            prompts,
-            args,
-            folder,
-        )
+        drafter = {"method": "exit", "model": args.drafter}
+        specs = {
+            "pp": EngineSpec(model=model, stages=2, options=_OPTIONS),
+            "sp": EngineSpec(model=model, stages=2, drafter=drafter, options=_OPTIONS),
+        }
+        if args.profile:
+            chosen = {"mode": "sp-alpha", "profile": os.path.abspath(args.profile)}
+            specs["alpha"] = dataclasses.replace(specs["sp"], settings=chosen)
+        demo = _part("demo model, shipped drafter", specs, prompts, args, folder)
         random = None
         if not args.demo_only:
             if args.output:  # should the second part fail, the first is kept
@@ -91,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--data", help="Spec-Bench style JSONL to take the prompts from")
     parser.add_argument("--drafter", help="exit drafter folder (default: the shipped one)")
+    parser.add_argument("--profile", help="of the demo model: measure selection of drafts too")
     parser.add_argument("--demo-only", action="store_true", help="part 1 only")
     parser.add_argument("--output", help="write everything to this JSON file")
     return parser
@@ -175,6 +173,13 @@ def _figures(streams: int, calls: dict[str, list[Generated]], trace: timeline.Tr
             for call, mine in zip(others, sp, strict=True)
         ),
     }
+    if "alpha" in calls:
+        grown = {
+            key: sum(call.counters[key] for call in calls["alpha"])
+            for key in ("unrun_rows", "decode_rows", "accepted", "drafts")
+        }
+        row["alpha_unrun_share"] = round(grown["unrun_rows"] / max(grown["decode_rows"], 1), 4)
+        row["alpha_acceptance"] = round(grown["accepted"] / max(grown["drafts"], 1), 4)
     for name in rates:
         if name != "sp":
             ratios = sorted(a / b for a, b in zip(rates["sp"], rates[name], strict=True))
