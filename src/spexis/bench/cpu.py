@@ -13,8 +13,8 @@ makes room for the next, and the rate is that of the time while all B streams ar
 included.
 Ratios are taken within pairs, medians and spread over pairs. The law's limit at B streams is
 B * r(p, 2) / T(B) with T the busy time of SP's slower stage per step of B rows in the same calls.
-With --profile (a file of `spexis profile` for the demo model on this machine) a third engine runs in
-part 1: "alpha", which leaves out the drafts that do not pay (mode "sp-alpha").
+With --profile (a file of `spexis profile` for the demo model on this machine) part 1 has a third
+engine, "alpha", which leaves out the drafts that do not pay (mode "sp-alpha").
 Ends with one JSON line.
 """
 
