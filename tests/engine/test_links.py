@@ -14,6 +14,7 @@ pytestmark = pytest.mark.engine
 def test_both_all_reduces_are_timed():
     found = links.links("cpu", hidden_size=64, rows=[1, 4], num_devices=1, repeats=3)
     assert set(found) == {"gloo"} and "tp_note" not in found["gloo"]
+    assert 0 < found["gloo"]["describe"] < 1
     for operation in ("send", "all_reduce", "tp_all_reduce"):
         times = found["gloo"][operation]
         assert set(times) == {"1", "4"} and all(0 < s < 1 for s in times.values())

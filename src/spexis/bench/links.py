@@ -11,6 +11,8 @@ CUDA, with and without NCCL_P2P_DISABLE=1, Gloo on CPU. "tp_all_reduce" is the s
 runs it in a tensor-parallel group: by its own kernels where devices see each other's memory
 (without peer access they are off, as disable_custom_all_reduce does), on CUDA from within a CUDA
 graph; on a CPU through shared memory. Where that fails it is null and "tp_note" says why.
+"describe" is the time of the message by which vLLM describes a step's tensors, host to host, which
+`fixed_transfer` does without.
 Invariant: None, not a guess, where there is only one device.
 """
 
@@ -167,8 +169,28 @@ def _by_vllm(rank: int, store: str, order: dict, device) -> dict[str, dict[str, 
             else:
                 call = functools.partial(tensor_model_parallel_all_reduce, x)
                 found[str(rows)] = _seconds(call, order["repeats"], None)
+        describe = _describe(parallel_state, rank, order)
         torch.distributed.barrier()
-    return {"tp_all_reduce": found}
+    return {"tp_all_reduce": found, "describe": describe}
+
+
+def _describe(parallel_state, rank: int, order: dict) -> float:
+    """Seconds that the description of hidden states, residual and rows takes from host to host."""
+    import torch
+
+    rows, group = max(order["rows"]), parallel_state.get_tp_group()
+    step = {name: torch.zeros(rows, order["hidden_size"]) for name in ("hidden_states", "residual")}
+    step["spexis_rows"] = torch.zeros(2, rows, dtype=torch.int32)
+    description, _ = parallel_state._split_tensor_dict(step)
+
+    def there_and_back():
+        for source in (0, 1):
+            if rank == source:
+                group.send_object(description, dst=1 - rank)
+            else:
+                group.recv_object(src=1 - rank)
+
+    return _seconds(there_and_back, order["repeats"], None) / 2
 
 
 def _in_graph(all_reduce, x, repeats: int) -> float:
