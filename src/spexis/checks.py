@@ -185,10 +185,10 @@ def _check_features(config: Any) -> None:
 def _check_selection(config: Any, spexis: SpexisConfig) -> None:
     if spexis.mode != "sp-alpha":
         return
-    if config.use_v2_model_runner:
+    if config.use_v2_model_runner and spexis.selection == "stage":
         refuse(
-            'mode "sp-alpha" runs on vLLM\'s V1 model runner only so far (CPUs)',
-            'use mode "auto", which switches speculation off where it does not pay',
+            'spexis.selection "stage" runs on vLLM\'s V1 model runner only so far (CPUs)',
+            'use "scheduler", or null',
         )
     parallel = config.parallel_config
     ProfileFile.load(spexis.profile).cost_model(

@@ -19,6 +19,7 @@ from typing import Any
 
 CONFIG_KEY = "spexis"
 MODES = ("sp", "sp-alpha", "pp", "auto")
+SELECTIONS = ("stage", "scheduler")
 
 # Keys of the drafter block, by method. Keys of other methods are refused rather than ignored.
 DRAFTER_KEYS: dict[str, tuple[str, ...]] = {
@@ -127,6 +128,9 @@ class SpexisConfig:
     was measured faster."""
     profile: str | None = None
     """sp-alpha: file of `spexis profile` for this model, from which a row's price is known."""
+    selection: str | None = None
+    """sp-alpha: "stage": the first stage chooses, by confidence (V1 runner); "scheduler": one step
+    ahead by outcomes; null takes "stage" where it is possible."""
     lookahead: bool = False
     """Admit, hold and preempt by projected KV memory instead of by what fits now."""
     steps_in_flight: int | None = None
@@ -166,6 +170,7 @@ class SpexisConfig:
             "placement": None if self.placement is None else self.placement.to_dict(),
             "mode": self.mode,
             "profile": self.profile,
+            "selection": self.selection,
             "lookahead": self.lookahead,
             "steps_in_flight": self.steps_in_flight,
             "iteration_log": self.iteration_log,
@@ -235,6 +240,12 @@ def _mode(value: Any, path: str) -> str:
     raise ConfigError(_bad_choice(path, value, MODES))
 
 
+def _selection(value: Any, path: str) -> str | None:
+    if value is None or (isinstance(value, str) and value in SELECTIONS):
+        return value
+    raise ConfigError(_bad_choice(path, value, (*SELECTIONS, "null")))
+
+
 def _method(value: Any, path: str) -> str:
     return value  # checked first, because it decides which keys are allowed
 
@@ -262,6 +273,7 @@ _FIELDS: dict[str, _Check] = {
     "placement": PlacementConfig.from_dict,
     "mode": _mode,
     "profile": _text_or_null,
+    "selection": _selection,
     "lookahead": _yes_or_no,
     "steps_in_flight": _whole_or_null,
     "iteration_log": _text_or_null,

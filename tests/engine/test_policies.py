@@ -17,6 +17,7 @@ from spexis.bench.engines import EngineSpec
 from spexis.bench.exact import CRAMPED
 from spexis.bench.scenarios import SCENARIOS
 from spexis.bench.tiny import steep_profile
+from spexis.config import SELECTIONS
 from spexis.core.replay import replay, replay_selection
 
 pytestmark = pytest.mark.engine
@@ -35,9 +36,10 @@ def log(tmp_path_factory):
     return tmp_path_factory.mktemp("policies") / "steps.jsonl"
 
 
-@pytest.fixture(scope="module")
-def chosen(tiny_models, stock, log):
+@pytest.fixture(scope="module", params=SELECTIONS)
+def chosen(request, tiny_models, stock, log):
     settings = {
+        "selection": request.param,
         "mode": "sp-alpha",
         "profile": steep_profile(log.with_name("steep.json")),
         "lookahead": True,
@@ -70,6 +72,10 @@ def test_every_decision_follows_from_the_logs(chosen, log):
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert sum("admit" in entry for line in lines for entry in line["lookahead"]) > 10
     assert replay(lines) == []
+    if chosen.spec.settings["selection"] == "scheduler":  # replay() has done it
+        runs = [e["run"] for line in lines for e in line["selection"] if "choose" in e]
+        assert sum(not all(run) for run in runs) > 20
+        return
     journal = [
         json.loads(line) for line in log.with_name(f"{log.name}.stage0").read_text().splitlines()
     ]

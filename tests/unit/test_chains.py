@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains of drafts without verdict, the choice among them, and its replay."""
+"""Which drafts run: by chains of drafts without verdict, by outcomes, and the replay of both."""
 
 import json
 from random import Random
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spexis.core.chains import DraftChooser
+from spexis.core.outcomes import OutcomeChooser
 from spexis.core.profile_file import FORMAT
 from spexis.core.replay import replay_selection
 
@@ -153,3 +154,90 @@ def test_every_choice_follows_from_the_journal():
     assert replay_selection(journal) == []
     journal[chosen[150]]["run"][0] ^= True
     assert len(replay_selection(journal)) == 1
+
+
+class Outcomes:
+    """As Stream, seen by a scheduler that is `ahead` steps ahead of the newest outcome."""
+
+    def __init__(self, chooser, chances, ahead, seed=0):
+        self.chooser, self.chances, self.random = chooser, chances, Random(seed)
+        self.ids = [str(i) for i in range(len(chances))]
+        self.ahead, self.step_number = ahead, 0
+        self.next_good = [0] * len(chances)  # first step whose row is good, if its draft was wrong
+        self.right = [True] * len(chances)  # the draft of the newest good row
+        self.flying: list[dict[str, bool]] = []
+        self.joint: list[float] = []
+        self.good: list[bool] = []
+
+    def step(self):
+        c = self.chooser
+        if len(self.flying) == self.ahead:
+            done = self.flying.pop(0)
+            c.came(list(done), list(done.values()))
+            c.observe(
+                0.01 + 0.001 * len(done), sum(done.values()), len(done), len(self.ids), 0.0, 0
+            )
+        self.step_number = step = self.step_number + 1
+        joint = [c.good_row(req_id, step) for req_id in self.ids]
+        run = c.choose(self.ids, step, np.zeros(len(self.ids)))
+        rows = {}
+        for i in np.flatnonzero(run):
+            good = self.right[i] or step >= self.next_good[i]
+            self.joint.append(joint[i])
+            self.good.append(good)
+            if good:
+                self.right[i] = self.random.random() < self.chances[i]
+                self.next_good[i] = step + c.num_stages
+            rows[self.ids[i]] = good
+        c.ran(list(rows), step)
+        self.flying.append(rows)
+        return run
+
+
+@pytest.mark.parametrize(("num_stages", "ahead"), [(2, 2), (2, 3), (4, 4), (4, 5)])
+def test_outcomes_tell_how_often_rows_are_good(num_stages, ahead):
+    chooser = OutcomeChooser.from_setup(setup(num_stages, steep=0.0))
+    stream = Outcomes(chooser, [0.4, 0.7, 0.9] * 4, ahead)
+    for _ in range(600):
+        assert stream.step().all()
+    joint, good = np.array(stream.joint), np.array(stream.good)
+    assert good[joint >= 0.9999].all()
+    tenths = np.minimum((joint * 10).astype(int), 9)
+    off = [abs(joint[tenths == t].mean() - good[tenths == t].mean()) for t in set(tenths.tolist())]
+    shares = [(tenths == t).mean() for t in set(tenths.tolist())]
+    assert np.dot(off, shares) < 0.06
+    # Not merely the mean: what is known makes a difference.
+    assert good[joint > np.median(joint)].mean() > good[joint <= np.median(joint)].mean() + 0.1
+
+
+def test_after_a_held_row_the_next_is_good():
+    chooser = OutcomeChooser.from_setup(setup())
+    assert chooser.good_row("a", 1) == 1.0
+    chooser.ran(["a"], 1)
+    assert chooser.good_row("a", 2) == pytest.approx(0.6)  # it would run a draft
+    assert chooser.good_row("a", 3) == 1.0  # the verdict of step 1 is in
+    chooser.came(["a"], [True])
+    chooser.ran(["a"], 2)
+    # Right and right again, or wrong: then the truth runs in step 3.
+    assert chooser.good_row("a", 3) == pytest.approx(0.6 * 0.6 + 0.4)
+    chooser.came(["a"], [False])
+    p = chooser.acceptance(chooser.requests["a"])
+    assert p < 0.6 and chooser.good_row("a", 3) == 1.0
+    chooser.forget("a")
+    assert chooser.good_row("a", 3) == 1.0
+
+
+def test_choices_by_outcomes_hold_the_poorer_requests_and_follow_from_the_journal():
+    begin = setup(steep=1.0)
+    chooser = OutcomeChooser.from_setup(begin)
+    chooser.journal = [{"setup": begin}]
+    stream = Outcomes(chooser, [0.1] * 6 + [0.9] * 6, 2)
+    runs = np.array([stream.step() for _ in range(400)])[100:]
+    poor, rich = runs[:, :6].mean(), runs[:, 6:].mean()
+    assert poor < 0.9 and rich > poor + 0.05
+    chooser.forget("3")
+    journal = json.loads(json.dumps(chooser.journal))
+    assert replay_selection(journal, OutcomeChooser) == []
+    chosen = [i for i, entry in enumerate(journal) if "choose" in entry]
+    journal[chosen[300]]["run"][0] ^= True
+    assert len(replay_selection(journal, OutcomeChooser)) == 1

@@ -91,6 +91,7 @@ def fake_scheduler():
         mode=Mode.SP,
         live_mode=None,
         lookahead=None,
+        chooser=None,
     )
 
 

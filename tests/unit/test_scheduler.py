@@ -13,10 +13,12 @@ from random import Random
 import pytest
 
 from spexis.bench.pipeline import BrokenError, Pipeline, Row, Step, Target
+from spexis.bench.tiny import steep_profile
 from spexis.core.decisions import DECISIONS
 from spexis.core.lengths import LengthModel
 from spexis.core.mode import Mode
-from spexis.core.replay import replay_memory
+from spexis.core.outcomes import OutcomeChooser
+from spexis.core.replay import replay_memory, replay_selection
 from spexis.engine.verdict import NO_TOKEN
 from spexis.observability.policy_state import STEPS, policy_state
 
@@ -126,6 +128,8 @@ class RealScheduler:
         if self.real.lookahead is not None:
             self.real.lookahead.memory.lengths = LengthModel(prior_mean=12)
             self.real.lookahead.keep_journal()
+        if self.real.chooser is not None:
+            self.real.chooser.keep_journal()
         self.tables: dict[str, list[int]] = {}
         self.text: dict[str, list[int]] = {}
         self.num_calls = self.num_ended = self.num_aborted = self.num_hits = 0
@@ -335,6 +339,10 @@ def run(
         journal = json.loads(json.dumps(scheduler.journal))
         assert replay_memory(journal, LengthModel(prior_mean=12)) == []
         totals["replayed"] += len(journal)
+        if scheduler.real.chooser is not None:
+            chosen = json.loads(json.dumps(scheduler.real.chooser.chooser.journal))
+            assert replay_selection(chosen, OutcomeChooser) == []
+            assert scheduler.real.chooser.chooser.requests == {}  # nothing of ended requests stays
         for entry in journal:
             totals["waits"] += entry.get("admit", 1) == 0
             totals["holds"] += bool(entry.get("hold"))
@@ -362,6 +370,16 @@ def test_real_scheduler(make_config, num_stages, more, policy):
 def test_rows_held_by_the_first_stage(make_config, num_stages, more):
     """Rows that the scheduler planned and the first stage left out, at random."""
     totals = run(make_config, num_stages, more, range(30), hold=0.4)
+    assert min(totals["held"], totals["discarded"], totals["preemptions"]) > 20, totals
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "more", "lookahead"), [(2, 0, False), (2, 1, True), (4, 1, False)]
+)
+def test_rows_chosen_by_the_scheduler(make_config, tmp_path, num_stages, more, lookahead):
+    chosen = {"mode": "sp-alpha", "selection": "scheduler", "lookahead": lookahead}
+    profile = steep_profile(tmp_path / "steep.json")
+    totals = run(make_config, num_stages, more, range(30), profile=profile, **chosen)
     assert min(totals["held"], totals["discarded"], totals["preemptions"]) > 20, totals
 
 

@@ -13,8 +13,9 @@ makes room for the next, and the rate is that of the time while all B streams ar
 included.
 Ratios are taken within pairs, medians and spread over pairs. The law's limit at B streams is
 B * r(p, 2) / T(B) with T the busy time of SP's slower stage per step of B rows in the same calls.
-With --profile (a file of `spexis profile` for the demo model on this machine) part 1 has a third
-engine, "alpha", which leaves out the drafts that do not pay (mode "sp-alpha").
+With --profile (a file of `spexis profile` for the demo model on this machine) part 1 has two more
+engines, which leave out the drafts that do not pay (mode "sp-alpha"): "alpha", where the first
+stage chooses, and "ahead", where the scheduler does.
 Ends with one JSON line.
 """
 
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.profile:
             chosen = {"mode": "sp-alpha", "profile": os.path.abspath(args.profile)}
             specs["alpha"] = dataclasses.replace(specs["sp"], settings=chosen)
+            ahead = {**chosen, "selection": "scheduler"}
+            specs["ahead"] = dataclasses.replace(specs["sp"], settings=ahead)
         demo = _part("demo model, shipped drafter", specs, prompts, args, folder)
         random = None
         if not args.demo_only:
@@ -173,13 +176,14 @@ def _figures(streams: int, calls: dict[str, list[Generated]], trace: timeline.Tr
             for call, mine in zip(others, sp, strict=True)
         ),
     }
-    if "alpha" in calls:
+    for name in calls.keys() & {"alpha", "ahead"}:
         grown = {
-            key: sum(call.counters[key] for call in calls["alpha"])
-            for key in ("unrun_rows", "decode_rows", "accepted", "drafts")
+            key: sum(call.counters[key] for call in calls[name])
+            for key in ("held", "tokens", "discarded_rows", "accepted", "drafts")
         }
-        row["alpha_unrun_share"] = round(grown["unrun_rows"] / max(grown["decode_rows"], 1), 4)
-        row["alpha_acceptance"] = round(grown["accepted"] / max(grown["drafts"], 1), 4)
+        ran = grown["tokens"] + grown["discarded_rows"]
+        row[f"{name}_held_share"] = round(grown["held"] / max(ran + grown["held"], 1), 4)
+        row[f"{name}_acceptance"] = round(grown["accepted"] / max(grown["drafts"], 1), 4)
     for name in rates:
         if name != "sp":
             ratios = sorted(a / b for a, b in zip(rates["sp"], rates[name], strict=True))

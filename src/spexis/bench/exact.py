@@ -230,7 +230,7 @@ class Exact:
             (3, at_random, {"steps_in_flight": 6}, CRAMPED),
             (2, {"method": "none"}, {}, CRAMPED),
             (2, drafter, chosen, CRAMPED),
-            (3, at_random, chosen, CRAMPED),
+            (3, at_random, {**chosen, "selection": "scheduler"}, CRAMPED),
             (2, at_random, {"mode": "auto", "lookahead": True}, CRAMPED),
         ]
         for n, block, settings, options in engines:

@@ -24,16 +24,19 @@ from typing import Any
 import numpy as np
 
 from spexis.core.chains import DraftChooser
+from spexis.core.chooser import Chooser
 from spexis.core.lengths import LengthModel
 from spexis.core.live_mode import LiveMode
 from spexis.core.memory import MemoryLookahead, Outlook, Running
+from spexis.core.outcomes import OutcomeChooser
 
 
 def replay(lines: Iterable[dict[str, Any]]) -> list[str]:
     """What was decided otherwise than the policies decide now, a line each."""
     lines = list(lines)
     journal = [entry for line in lines for entry in line.get("lookahead", ())]
-    return replay_memory(journal) + replay_mode(lines)
+    chosen = [entry for line in lines for entry in line.get("selection", ())]
+    return replay_memory(journal) + replay_mode(lines) + replay_selection(chosen, OutcomeChooser)
 
 
 def replay_memory(journal: Iterable[dict[str, Any]], lengths: LengthModel | None = None) -> list:
@@ -94,15 +97,17 @@ def replay_mode(lines: Iterable[dict[str, Any]]) -> list[str]:
     return differences
 
 
-def replay_selection(journal: Iterable[dict[str, Any]]) -> list[str]:
-    """The first stage's file."""
-    chooser: DraftChooser | None = None
+def replay_selection(
+    journal: Iterable[dict[str, Any]], kind: type[Chooser] = DraftChooser
+) -> list[str]:
+    """The first stage's file, or what the scheduler chose."""
+    chooser: Chooser | None = None
     differences: list[str] = []
     for number, entry in enumerate(journal):
         if "setup" in entry:
-            chooser = DraftChooser.from_setup(entry["setup"])
+            chooser = kind.from_setup(entry["setup"])
         elif difference := chooser.replay(entry):
-            differences.append(f"entry {number} of the first stage: {difference}")
+            differences.append(f"entry {number} of {kind.__name__}: {difference}")
     return differences
 
 
@@ -123,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         differences += replay_selection(stage)
     print(*differences[:20], sep="\n", end="\n" if differences else "")
     decisions = sum(len(line.get("lookahead", ())) + ("live_mode" in line) for line in lines)
-    decisions += sum("choose" in entry for entry in stage)
+    chosen = [entry for line in lines for entry in line.get("selection", ())]
+    decisions += sum("choose" in entry for entry in [*stage, *chosen])
     result = {"name": "replay", "ok": not differences and decisions > 0, "decisions": decisions}
     print(json.dumps({**result, "different": len(differences)}))
     return 0 if result["ok"] else 1

@@ -29,6 +29,7 @@ from spexis.engine.lifeline import end_with_parent, end_with_workers
 from spexis.engine.lookahead import Lookahead
 from spexis.engine.nodes import may_span_nodes
 from spexis.engine.requests import speculates
+from spexis.engine.step_chooser import StepChooser
 from spexis.engine.verdict import take_back
 from spexis.guards import check_sources
 from spexis.observability.counters import SpexisCounters
@@ -73,12 +74,16 @@ class SpexisScheduler(AsyncScheduler):
         self.iteration_log = IterationLog.open(self.spexis_config.iteration_log)
         self._cache_only_verified_blocks()
         self.lookahead = Lookahead(self) if self.spexis_config.lookahead else None
+        chooses = self.mode is Mode.ALPHA and self.spexis_config.selection == "scheduler"
+        self.chooser = StepChooser(self) if chooses else None
         self._last_output_time: float | None = None  # None: the pipeline ran empty since
 
     # ------------------------------------------------------------- scheduling
     def schedule(self, *args, **kwargs) -> SchedulerOutput:
         if self.num_steps == self.num_verdicts and not self.running:
             self._last_output_time = time.monotonic()  # idle until now
+        if self.chooser is not None:
+            self.chooser.before_schedule()
         if self.lookahead is None:
             return super().schedule(*args, **kwargs)
         most, self.max_num_active_reqs = self.max_num_active_reqs, self.lookahead.before_schedule()
@@ -112,6 +117,8 @@ class SpexisScheduler(AsyncScheduler):
             request.next_decode_eligible_step = self.cadence.next_step(
                 req_id, self.current_step, plain
             )
+        if self.chooser is not None:
+            self.chooser.scheduled(rows)
         scheduler_output.spexis_rows = rows
         scheduler_output.spexis_call = self.current_step
         # Workers may apply verdicts up to here without waiting (runner_v1.py).
@@ -146,6 +153,8 @@ class SpexisScheduler(AsyncScheduler):
         self._last_row_call.pop(req_id, None)
         self._last_run_call.pop(req_id, None)
         self._chain_broken.discard(req_id)
+        if self.chooser is not None:
+            self.chooser.chooser.forget(req_id)
 
     # ----------------------------------------------------------------- output
     def update_from_output(
@@ -161,7 +170,7 @@ class SpexisScheduler(AsyncScheduler):
 
     def _learn(self, scheduler_output: SchedulerOutput, tokens: int) -> None:
         """What the policies want to know of a step that came back."""
-        if self.lookahead is None and self.live_mode is None:
+        if self.lookahead is None and self.live_mode is None and self.chooser is None:
             return
         now, last = time.monotonic(), self._last_output_time
         self._last_output_time = now
@@ -169,6 +178,9 @@ class SpexisScheduler(AsyncScheduler):
         running = sum(not request.is_prefill_chunk for request in self.running)
         num_decode_rows = len(scheduler_output.spexis_rows)
         prefill_tokens = scheduler_output.total_num_scheduled_tokens - num_decode_rows
+        if self.chooser is not None:
+            rows = scheduler_output.spexis_rows
+            self.chooser.observe(seconds, tokens, rows, running, prefill_tokens)
         if self.lookahead is not None:
             self.lookahead.pace.observe(seconds, tokens, running, prefill_tokens)
         if self.live_mode is not None:
@@ -184,6 +196,7 @@ class SpexisScheduler(AsyncScheduler):
         sampled = model_runner_output.sampled_token_ids
         held = getattr(model_runner_output, "held", ())  # selector.py
         call = scheduler_output.spexis_call
+        outcomes: dict[str, bool] = {}  # of rows that ran: did it give a token?
         for req_id, is_guess in scheduler_output.spexis_rows.items():
             request = self.requests.get(req_id)
             if request is None or request.is_finished() or request.num_stale_output_tokens > 0:
@@ -200,6 +213,7 @@ class SpexisScheduler(AsyncScheduler):
             is_guess = is_guess and call - last_run < self.num_stages
             self._last_run_call[req_id] = call
             has_token = bool(sampled[model_runner_output.req_id_to_index[req_id]])
+            outcomes[req_id] = has_token
             if has_token:
                 self.counters.tokens += 1
                 self.counters.accepted += is_guess and req_id not in self._chain_broken
@@ -212,6 +226,8 @@ class SpexisScheduler(AsyncScheduler):
             self._chain_broken.add(req_id)
             self.counters.discarded_rows += 1
             take_back(request)
+        if self.chooser is not None:
+            self.chooser.came(list(outcomes), list(outcomes.values()))
 
     # ------------------------------------------------------------ prefix cache
     def _cache_only_verified_blocks(self) -> None:

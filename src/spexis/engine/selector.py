@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first stage chooses which drafts run (mode "sp-alpha"); V1 runner.
+"""The first stage chooses which drafts run (mode "sp-alpha", selection "stage"); V1 runner.
 
     selector = DraftSelector.build(runner)           # None in other modes
     held = selector.choose(rows, start)              # [R] bool on the host; None: all rows run
@@ -48,7 +48,7 @@ class DraftSelector:
     @classmethod
     def build(cls, runner) -> DraftSelector | None:
         config: SpexisConfig = runner.spexis_config
-        wanted = config.mode == "sp-alpha" and config.drafter.speculates
+        wanted = config.selection == "stage" and config.drafter.speculates
         if not wanted or not runner.pp.is_first_rank:
             return None
         return cls(config, runner)

@@ -8,8 +8,8 @@
      "waiting": 0, "kv_usage": 0.012, "mode": "sp"}
 
 With look-ahead also its decisions since the last line, with mode "auto" what it saw of the step;
-with mode "sp-alpha" the first stage writes which rows it chose from what to steps.jsonl.stage0. All
-of it can be computed again (core/replay.py).
+with mode "sp-alpha" which rows were chosen from what, or the first stage writes that to
+steps.jsonl.stage0. All of it can be computed again (core/replay.py).
 
 Invariant: lines are in step order, and the sums over a file equal the scheduler's counters. A log
 that was not asked for costs one method call a step.
@@ -80,6 +80,8 @@ class IterationLog:
             line["live_mode"] = scheduler.live_mode.last
         if scheduler.lookahead is not None:
             line["lookahead"] = scheduler.lookahead.take_journal()
+        if scheduler.chooser is not None:
+            line["selection"] = scheduler.chooser.chooser.take_journal()
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:

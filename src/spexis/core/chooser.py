@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two ways to select drafts share: what steps cost, and a journal of every decision.
+
+    DraftChooser (chains.py)        on the first stage, where the drafts' confidences are
+    OutcomeChooser (outcomes.py)    in the scheduler, one step ahead, from outcomes alone
+
+Each calls learn() once a step and selection.select() with how likely each row is good. With a
+journal every input and decision is kept, so that each can be computed again (replay.py).
+
+Invariant: numpy in, numpy out, nothing random; a row whose input is verified always runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from spexis.core.profile_file import ProfileFile
+from spexis.core.selection import Selection
+
+SURE = 0.9999
+PAUSE = 5.0  # times the predicted step: nobody asked for anything meanwhile
+
+
+class Chooser:
+    def __init__(self, selection: Selection, num_stages: int):
+        self.selection, self.cost, self.num_stages = selection, selection.cost, num_stages
+        self.journal: list[dict[str, Any]] | None = None
+
+    @classmethod
+    def from_setup(cls, setup: Mapping[str, Any]) -> Self:
+        """setup: what a journal begins with; `profile` is the content of a profile's file."""
+        cost = ProfileFile.of(setup["profile"]).cost_model(
+            setup["num_stages"], setup["tensor_parallel_size"]
+        )
+        return cls._of(Selection(cost, setup["max_rows"]), setup)
+
+    @classmethod
+    def _of(cls, selection: Selection, setup: Mapping[str, Any]) -> Self:
+        return cls(selection, setup["num_stages"])
+
+    def select(self, joint: np.ndarray, kv_tokens: np.ndarray, prefill_tokens: int) -> np.ndarray:
+        """[R] bool: rows that run. joint: [R] probability that each is good; kv_tokens: [R]."""
+        return self.selection.select(joint, kv_tokens, prefill_tokens) | (joint >= SURE)
+
+    def learn(
+        self,
+        seconds: float,
+        tokens: int,
+        rows: int,
+        requests: int,
+        kv_tokens: float,
+        prefill_tokens: int,
+        confidences: np.ndarray | None,  # [D] calibrated, of drafts judged lately
+    ) -> None:
+        """A step took so long: rows of so many requests ran over kv_tokens, and tokens came."""
+        predicted = self.cost.step_seconds(rows, prefill_tokens, kv_tokens)
+        if not 0 < seconds < PAUSE * predicted:
+            return
+        for stage in self.cost.stages:
+            # The step's time is one number: each stage is off by as much as the whole is.
+            part = stage.seconds(rows, prefill_tokens, kv_tokens) / predicted
+            stage.observe(rows, prefill_tokens, kv_tokens, seconds * part)
+        self.selection.observe(seconds, tokens, rows, requests, confidences, prefill_tokens)
+
+    def note(self, what: str, *inputs: Any) -> None:
+        if self.journal is not None:
+            values = [v.tolist() if isinstance(v, np.ndarray) else v for v in inputs]
+            self.journal.append({what: values})
+
+    def decided(self, run: np.ndarray) -> np.ndarray:
+        """Beside the inputs that note() kept last."""
+        if self.journal is not None:
+            self.journal[-1]["run"] = run.tolist()
+        return run
+
+    def take_journal(self) -> list[dict[str, Any]]:
+        journal, self.journal = self.journal or [], []
+        return journal
+
+    def replay(self, entry: dict[str, Any]) -> str | None:
+        """Does a journal's entry again; what came out otherwise, or None."""
+        (what, values), *rest = entry.items()
+        found = getattr(self, what)(*map(_again, values))
+        if rest and found.tolist() != entry["run"]:
+            return f"runs {np.flatnonzero(found)}, not {np.flatnonzero(entry['run'])}"
+        return None
+
+
+def _again(value: Any) -> Any:
+    if not isinstance(value, list) or (value and isinstance(value[0], str)):
+        return value  # numbers, and lists of request ids
+    # An empty list says nothing of its type, and all empty arrays are alike.
+    return np.array(value, None if value else np.int64)

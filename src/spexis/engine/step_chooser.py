@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler chooses which drafts run (mode "sp-alpha" where the first stage does not).
+
+    chooser = StepChooser(scheduler)
+    chooser.before_schedule()                    # holds requests whose row does not pay
+    chooser.scheduled(rows)                      # the step's decode rows
+    chooser.came(req_ids, good)                  # a step's outcomes
+    chooser.observe(...)                         # and what it took
+
+A held request is not scheduled in the coming step and asked again in the next one. That is all: no
+worker knows of it, so it runs on every runner. How likely a row is good follows from outcomes
+(core/outcomes.py); the drafts' own confidences are not known here (selector.py has them).
+
+Invariant: only a request's eligible step is set, so a wrong guess costs time, never a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spexis.core.outcomes import OutcomeChooser
+from spexis.core.profile_file import ProfileFile
+from spexis.engine.requests import speculates
+
+if TYPE_CHECKING:
+    from spexis.engine.scheduler import SpexisScheduler
+
+
+class StepChooser:
+    def __init__(self, scheduler: SpexisScheduler):
+        self.scheduler = scheduler
+        config, parallel = scheduler.spexis_config, scheduler.parallel_config
+        self.setup = {
+            "profile": dict(ProfileFile.load(config.profile).block),
+            "num_stages": scheduler.num_stages,
+            "tensor_parallel_size": parallel.tensor_parallel_size,
+            "max_rows": scheduler.max_num_running_reqs,
+        }
+        self.chooser = OutcomeChooser.from_setup(self.setup)
+        if config.iteration_log is not None:
+            self.keep_journal()
+
+    def keep_journal(self) -> None:
+        self.chooser.journal = [{"setup": self.setup}]
+
+    def before_schedule(self) -> None:
+        s = self.scheduler
+        step = s.current_step + 1
+        requests = [
+            r
+            for r in s.running
+            if not r.is_prefill_chunk
+            and r.next_decode_eligible_step <= step
+            and not r.use_structured_output
+            and speculates(r)
+        ]
+        if not requests:
+            return
+        kv_tokens = np.array([r.num_computed_tokens for r in requests])
+        prompts = sum(r.num_tokens - r.num_computed_tokens for r in s.running if r.is_prefill_chunk)
+        budget = max(s.max_num_scheduled_tokens - len(requests), 0)
+        run = self.chooser.choose(
+            [r.request_id for r in requests], step, kv_tokens, min(prompts, budget)
+        )
+        for request, runs in zip(requests, run, strict=True):
+            if not runs:
+                request.next_decode_eligible_step = step + 1
+                s.counters.held += 1
+
+    def scheduled(self, rows: Mapping[str, bool]) -> None:
+        if rows:
+            self.chooser.ran(list(rows), self.scheduler.current_step)
+
+    def came(self, req_ids: Sequence[str], good: Sequence[bool]) -> None:
+        if req_ids:
+            self.chooser.came(req_ids, good)
+
+    def observe(
+        self, seconds: float, tokens: int, rows: Mapping[str, bool], requests: int, prefill: int
+    ) -> None:
+        """A step's outputs came `seconds` after those before; `prefill` prompt tokens ran in it."""
+        found = self.scheduler.requests
+        kv_tokens = sum(found[r].num_computed_tokens for r in rows if r in found)
+        self.chooser.observe(seconds, tokens, len(rows), requests, float(kv_tokens), prefill)
