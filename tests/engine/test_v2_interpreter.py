@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from v2_on_cpu.drive import DRAWN, requests
 
+from spexis.bench.tiny import steep_profile
+
 HERE = Path(__file__).parent / "v2_on_cpu"
 SRC = Path(__file__).resolve().parents[2] / "src"
 
@@ -169,6 +171,20 @@ def test_tensor_parallel_stages(world: World):
     run = world.run("tensor", "--stages", "2", "--tensor", "2", "--spexis", spexis)
     # Sums over two ranks round differently, so logprobs may differ in the last digit.
     assert different(run, world.stock(v2=True), what=("token_ids",)) == []
+    assert 0 < run["counters"]["accepted"] < run["counters"]["drafts"]
+
+
+@pytest.mark.slow
+def test_rows_chosen_by_the_scheduler(world: World, tmp_path: Path):
+    """Mode "sp-alpha" on this runner: the scheduler leaves rows out."""
+    drafter = {"method": "exit", "model": world.drafter}
+    profile = steep_profile(tmp_path / "steep.json")
+    spexis = json.dumps({"drafter": drafter, "mode": "sp-alpha", "profile": profile})
+    run = world.run("chosen", "--stages", "2", "--blocks", "11", "--abort", "--spexis", spexis)
+    assert run["runner_v2"]
+    assert different(run, world.stock(v2=True)) == []
+    assert run["blocks_leaked"] == 0
+    assert run["counters"]["held"] > 20
     assert 0 < run["counters"]["accepted"] < run["counters"]["drafts"]
 
 
