@@ -126,6 +126,8 @@ class SpexisConfig:
     """"sp": every request speculates; "pp": none does; "auto": whichever was measured faster."""
     lookahead: bool = False
     """Admit, hold and preempt by projected KV memory instead of by what fits now."""
+    length_predictor: str | bool | None = None
+    """lookahead: folder or shipped name; null takes a shipped one that fits, false none."""
     steps_in_flight: int | None = None
     """Steps handed to the pipeline at once, N to 2N for N stages; null leaves it to vLLM."""
     iteration_log: str | None = None
@@ -141,7 +143,13 @@ class SpexisConfig:
     def from_dict(cls, block: Any, path: str = CONFIG_KEY) -> SpexisConfig:
         block = _mapping(block, path)
         _known_keys(block, tuple(_FIELDS), path)
-        return cls(**{key: _FIELDS[key](block[key], f"{path}.{key}") for key in block})
+        config = cls(**{key: _FIELDS[key](block[key], f"{path}.{key}") for key in block})
+        if isinstance(config.length_predictor, str) and not config.lookahead:
+            raise ConfigError(
+                f"{path}.length_predictor is {config.length_predictor!r}, but only look-ahead asks "
+                f"it: allowed are null and false unless {path}.lookahead is true"
+            )
+        return config
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> SpexisConfig | None:
@@ -157,6 +165,7 @@ class SpexisConfig:
             "placement": None if self.placement is None else self.placement.to_dict(),
             "mode": self.mode,
             "lookahead": self.lookahead,
+            "length_predictor": self.length_predictor,
             "steps_in_flight": self.steps_in_flight,
             "iteration_log": self.iteration_log,
             "timeline_log": self.timeline_log,
@@ -172,6 +181,12 @@ def _text_or_null(value: Any, path: str) -> str | None:
     if value is None or (isinstance(value, str) and value):
         return value
     raise ConfigError(f"{path} is {value!r}: allowed are a non-empty string or null")
+
+
+def _text_null_or_false(value: Any, path: str) -> str | bool | None:
+    if value is None or value is False or (isinstance(value, str) and value):
+        return value
+    raise ConfigError(f"{path} is {value!r}: allowed are a non-empty string, null or false")
 
 
 def _whole_or_null(value: Any, path: str) -> int | None:
@@ -252,6 +267,7 @@ _FIELDS: dict[str, _Check] = {
     "placement": PlacementConfig.from_dict,
     "mode": _mode,
     "lookahead": _yes_or_no,
+    "length_predictor": _text_null_or_false,
     "steps_in_flight": _whole_or_null,
     "iteration_log": _text_or_null,
     "timeline_log": _text_or_null,
