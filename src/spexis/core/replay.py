@@ -56,7 +56,8 @@ def replay_memory(journal: Iterable[dict[str, Any]], lengths: LengthModel | None
             running = _running(entry, calibration)
             memory.capacity = entry["capacity"]
             outlook = memory.project(running, entry["acceptance"])
-            if not np.allclose(outlook.upper, entry["outlook"], rtol=1e-6):
+            upper = np.array(entry["outlook"])
+            if upper.shape != outlook.upper.shape or not np.allclose(outlook.upper, upper, 1e-6):
                 differences.append(f"entry {number}: another outlook, peak {outlook.peak:.0f}")
         elif "admit" in entry:
             waiting = [np.array(values) for values in entry["waiting"]]
