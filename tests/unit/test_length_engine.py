@@ -112,6 +112,7 @@ def one_step(stage, **more):
     received = {"hidden_states": torch.randn(14, HIDDEN), "residual": torch.randn(14, HIDDEN)}
     stream = received["hidden_states"] + received["residual"]
     rows = SimpleNamespace(
+        req_ids=["a", "b", "c"],
         slots=torch.arange(3),
         is_prefill=torch.tensor([True, True, False]),
         samples=torch.tensor([True, False, True]),

@@ -178,7 +178,7 @@ class SpexisV1Mixin:
         start = torch.where(rows.is_prefill, rows.num_computed, start)
         last = self._prepare_device_inputs(rows, start, token)
         positions = start + rows.num_scheduled  # of the tokens that this step samples
-        ends = self._ends(last, positions, intermediate_tensors)
+        ends = self._ends(rows, last, positions, intermediate_tensors)
         with self._forward_context(rows):
             output = self._forward(rows, intermediate_tensors)
             if self.pp.is_last_rank:
@@ -196,14 +196,14 @@ class SpexisV1Mixin:
                 self._draft(rows, output, last, start, token, positions)
         return None
 
-    def _ends(self, last, positions, received: IntermediateTensors | None) -> torch.Tensor | None:
+    def _ends(self, rows: StepRows, last, positions, received) -> torch.Tensor | None:
         """[R, 5] what the length predictor says of each row's last token, a good one or not.
 
         Before the layers run: they may work on the received state in place.
         """
         if self.length_predictor is None:
             return None if received is None else received.tensors.get(ENDS_KEY)
-        prompt_len = self.input_batch.num_prompt_tokens[: len(last)].astype(np.int64)
+        prompt_len = self.input_batch.num_prompt_tokens[: len(rows.req_ids)].astype(np.int64)
         answered = positions - self._to_device(prompt_len)
         state = received["hidden_states"], received["residual"]
         return self.length_predictor.ends(self.length_predictor.read(*state, last, answered))
