@@ -110,7 +110,7 @@ def histories(make_config, predictor, seeds, num_stages=2, more=1, **block):  # 
     return totals | {"recomputed": kind.recomputed, "steps": kind.steps}
 
 
-@pytest.mark.parametrize("predictor", ["uncertain", "wrong"])
+@pytest.mark.parametrize("predictor", ["oracle", "uncertain", "wrong"])
 def test_predictions_change_no_token(make_config, predictor):  # noqa: F811
     """run() checks each token, that no block is left, and the replay of every decision."""
     totals = histories(make_config, predictor, range(6), lookahead=True)
