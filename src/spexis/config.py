@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONFIG_KEY = "spexis"
-MODES = ("sp", "pp", "auto")
+MODES = ("sp", "sp-alpha", "pp", "auto")
 
 # Keys of the drafter block, by method. Keys of other methods are refused rather than ignored.
 DRAFTER_KEYS: dict[str, tuple[str, ...]] = {
@@ -123,7 +123,10 @@ class SpexisConfig:
     placement: PlacementConfig | None = None
     """Layers per stage; null leaves the split to the exit drafter, else to vLLM (even)."""
     mode: str = "sp"
-    """"sp": every request speculates; "pp": none does; "auto": whichever was measured faster."""
+    """"sp": every guess runs; "sp-alpha": those that pay; "pp": none; "auto": sp or pp, whichever
+    was measured faster."""
+    profile: str | None = None
+    """sp-alpha: file of `spexis profile` for this model, from which a row's price is known."""
     lookahead: bool = False
     """Admit, hold and preempt by projected KV memory instead of by what fits now."""
     length_predictor: str | bool | None = None
@@ -144,6 +147,11 @@ class SpexisConfig:
         block = _mapping(block, path)
         _known_keys(block, tuple(_FIELDS), path)
         config = cls(**{key: _FIELDS[key](block[key], f"{path}.{key}") for key in block})
+        if config.mode == "sp-alpha" and config.profile is None:
+            raise ConfigError(
+                f'{path}.profile is missing: mode "sp-alpha" needs the file that `spexis profile '
+                "MODEL` writes on this hardware"
+            )
         if isinstance(config.length_predictor, str) and not config.lookahead:
             raise ConfigError(
                 f"{path}.length_predictor is {config.length_predictor!r}, but only look-ahead asks "
@@ -164,6 +172,7 @@ class SpexisConfig:
             "drafter": self.drafter.to_dict(),
             "placement": None if self.placement is None else self.placement.to_dict(),
             "mode": self.mode,
+            "profile": self.profile,
             "lookahead": self.lookahead,
             "length_predictor": self.length_predictor,
             "steps_in_flight": self.steps_in_flight,
@@ -266,6 +275,7 @@ _FIELDS: dict[str, _Check] = {
     "drafter": DrafterConfig.from_dict,
     "placement": PlacementConfig.from_dict,
     "mode": _mode,
+    "profile": _text_or_null,
     "lookahead": _yes_or_no,
     "length_predictor": _text_null_or_false,
     "steps_in_flight": _whole_or_null,

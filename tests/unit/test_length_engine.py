@@ -208,14 +208,14 @@ def output(**more):
 def test_the_output_is_vllms_with_one_field_more_and_survives_pickling():
     from vllm.v1.outputs import ModelRunnerOutput
 
-    from spexis.engine.outputs import EndsOutput
+    from spexis.engine.outputs import SpexisOutput
 
     ends = np.random.default_rng(0).random((2, 5), np.float32)
-    sent = EndsOutput.of(output(num_nans_in_logits={"a": 1}), ends)
+    sent = SpexisOutput.of(output(num_nans_in_logits={"a": 1}), ends)
     buffers: list = []  # as vLLM's shared-memory queue: protocol 5, small buffers in line
     data = pickle.dumps(sent, pickle.HIGHEST_PROTOCOL, buffer_callback=lambda b: True)
     for got in (pickle.loads(data, buffers=buffers), pickle.loads(pickle.dumps(sent))):
-        assert type(got) is EndsOutput and isinstance(got, ModelRunnerOutput)
+        assert type(got) is SpexisOutput and isinstance(got, ModelRunnerOutput)
         assert (got.ends == ends).all()
         assert got.sampled_token_ids == [[3], []] and got.num_nans_in_logits == {"a": 1}
 
@@ -226,7 +226,7 @@ def test_through_vllms_shared_memory_queue():
 
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-    from spexis.engine.outputs import EndsOutput
+    from spexis.engine.outputs import SpexisOutput
 
     ends = np.random.default_rng(0).random((2, 5), np.float32)
     writer = MessageQueue(1, 1)
@@ -235,9 +235,9 @@ def test_through_vllms_shared_memory_queue():
     waiting.start()
     reader.wait_until_ready()
     waiting.join()
-    writer.enqueue(("success", EndsOutput.of(output(), ends)))
+    writer.enqueue(("success", SpexisOutput.of(output(), ends)))
     _, got = reader.dequeue(timeout=30)
-    assert type(got) is EndsOutput and (got.ends == ends).all()
+    assert type(got) is SpexisOutput and (got.ends == ends).all()
 
 
 def test_v2_output_waits_for_its_own_copy(monkeypatch):

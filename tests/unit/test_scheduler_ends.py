@@ -2,7 +2,7 @@
 """SpexisScheduler with a length predictor's words, over the simulated pipeline.
 
 Answers end at a token of their own, long before the limit that the scheduler knows. The simulated
-workers return probabilities with each step as the runners do (EndsOutput): right, uncertain or
+workers return probabilities with each step as the runners do (SpexisOutput): right, uncertain or
 wrong ones for the rows that count, noise for the others. Whatever they say, the text must stay
 right, and the journal must say the same again when it is computed from its own lines.
 """
@@ -15,7 +15,7 @@ from spexis.bench.pipeline import Target
 from spexis.bench.recompute import Recomputed
 from spexis.core.lengths import THRESHOLDS
 from spexis.core.predictions import Predictions
-from spexis.engine.outputs import EndsOutput
+from spexis.engine.outputs import SpexisOutput
 
 pytestmark = pytest.mark.engine  # no engine starts, but vLLM is imported
 M = np.array(THRESHOLDS)
@@ -74,7 +74,7 @@ class WithLengths(RealScheduler):
             answered = start + row.num_scheduled - self.prompt_len[row.req_id]
             if step.outputs[i] >= 0:
                 ends[i] = self.say(self.truth(row.req_id, answered))
-        return EndsOutput.of(result, ends)
+        return SpexisOutput.of(result, ends)
 
     def say(self, truth: np.ndarray) -> np.ndarray:
         if self.predictor == "uncertain":

@@ -30,10 +30,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.request import RequestStatus
 
+from spexis.core import decisions
 from spexis.core.law import acceptance_for
 from spexis.core.memory import MemoryLookahead, Outlook, Running
 from spexis.core.pace import Pace
 from spexis.core.predictions import Predictions, Told, rounded
+from spexis.engine.kv_forecast import ForecastCheck
 
 if TYPE_CHECKING:
     from spexis.engine.scheduler import SpexisScheduler
@@ -64,6 +66,9 @@ class Lookahead:
         self._outlook: Outlook | None = None
         self._outlook_step = self._refused_step = -OUTLOOK_EVERY
         self._seen_running = 0
+        self.check = ForecastCheck(self)
+        self.decision = decisions.NONE
+        """The last one, for people to see."""
 
     def keep_journal(self) -> None:
         setup = {"num_stages": self.scheduler.num_stages, "block_size": self.block_size}
@@ -83,6 +88,7 @@ class Lookahead:
             limit = min(s.max_num_active_reqs, present)
         else:
             limit = self._limit(s.max_num_active_reqs, present)
+        self.check.step()
         self.seconds += time.perf_counter() - begin
         return limit
 
@@ -95,7 +101,7 @@ class Lookahead:
             self._outlook = None
         recent = step - self._outlook_step < OUTLOOK_EVERY
         if self._outlook is None or not recent:
-            self._outlook, _ = self._project()
+            self._outlook = self._project(self._running())
             self._outlook_step, self._seen_running = step, len(s.running)
         elif self._refused_step >= self._outlook_step:
             return present
@@ -111,6 +117,7 @@ class Lookahead:
         count = self.memory.admit(self._outlook, kv_tokens, generated, max_tokens, len(s.running))
         if count < len(candidates):
             self._refused_step = step
+        self.decision = decisions.WAIT if count < len(candidates) else decisions.ADMIT
         if self.journal is not None:
             self.journal.append(
                 {
@@ -133,8 +140,8 @@ class Lookahead:
         short = int(missing.sum()) - free
         if short <= 0 or len(s.running) < 2 or s.policy.value == "priority":
             return False
-        requests = list(s.running)
-        self._outlook, running = self._project()
+        running, requests = self._running(), list(s.running)
+        self._outlook = self._project(running)
         self._outlook_step, self._seen_running = s.current_step, len(requests)
         relief = self.memory.relieve(
             self._outlook,
@@ -156,6 +163,7 @@ class Lookahead:
                     "pace": self.pace.described(),
                 }
             )
+        self.decision = decisions.EVICT if len(relief.evict) else decisions.HOLD
         for i in relief.hold:
             request = requests[i]
             request.next_decode_eligible_step = max(
@@ -184,9 +192,13 @@ class Lookahead:
             found[i] = max(blocks - len(self.tables.get(request.request_id, ())), 0)
         return found
 
-    def _running(self, told: Told | None) -> Running:
+    def _told(self) -> Told | None:
+        """What was said of the running requests, newest."""
+        return self.predictions.of([r.request_id for r in self.scheduler.running])
+
+    def _running(self) -> Running:
         """In order of admission: vLLM appends to `running`."""
-        requests = self.scheduler.running
+        requests, told = self.scheduler.running, self._told()
         return Running(
             kv_tokens=np.array([r.num_tokens for r in requests]),
             generated=np.array([r.num_output_tokens for r in requests]),
@@ -202,9 +214,7 @@ class Lookahead:
             ends_at=None if told is None else told.at,
         )
 
-    def _project(self) -> tuple[Outlook, Running]:
-        told = self.predictions.of([r.request_id for r in self.scheduler.running])
-        running = self._running(told)
+    def _project(self, running: Running) -> Outlook:
         # Blocks that several requests hold are counted once per request in what follows, so the
         # room is larger by as much.
         held = sum(len(self.tables.get(r.request_id, ())) for r in self.scheduler.running)
@@ -222,8 +232,10 @@ class Lookahead:
                 "capacity": self.memory.capacity,
                 "acceptance": acceptance,
             }
-            self.journal.append(entry if told is None else {**entry, "told": told.described()})
-        return outlook, running
+            if running.ends is not None:
+                entry["told"] = self._told().described()
+            self.journal.append(entry)
+        return outlook
 
     def _shared(self, request: Any) -> int:
         """Tokens of a waiting request that lie in blocks which running ones hold."""
@@ -240,7 +252,7 @@ class Lookahead:
         """What the length predictor said of the rows of a step whose token counts; before vLLM
         takes the tokens in, so that the answer is as long as the predictor saw it.
 
-        output: the step's EndsOutput (engine/outputs.py), or vLLM's own without predictions.
+        output: the step's SpexisOutput (engine/outputs.py), or vLLM's own without predictions.
         """
         ends = getattr(output, "ends", None)
         if ends is None:
@@ -275,11 +287,6 @@ class Lookahead:
             return []
         journal, self.journal = self.journal, []
         return journal
-
-    @property
-    def forecast_tokens(self) -> int:
-        """Upper quantile of the KV tokens held in the steps to come, as last projected."""
-        return int(self._outlook.peak) if self._outlook is not None else 0
 
 
 def _lists(*arrays: np.ndarray) -> list[list[int]]:

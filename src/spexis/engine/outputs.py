@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the last stage returns to the scheduler: vLLM's output, and the length predictor's with it.
+"""What the last stage returns to the scheduler: vLLM's output, and what is Spexis' own.
 
-    EndsOutput(req_ids=..., ..., ends=ends)      V1: built as vLLM's own
-    AsyncEnds(output, ends, main_stream, ...)    V2 (v2_ends.py): vLLM's own, with ends once copied
+    SpexisOutput(req_ids=..., ..., held=held, ends=ends)     V1: built as vLLM's
+    SpexisOutput.of(output, ends)                            V2: vLLM's own, see v2_ends.py
 
-Invariant: it is a ModelRunnerOutput with one field more, so every reader of vLLM's sees what it
+Invariant: it is a ModelRunnerOutput with two fields more, so every reader of vLLM's sees what it
 always saw; it travels pickled like the rest.
 """
 
@@ -17,13 +17,15 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 
 @dataclasses.dataclass
-class EndsOutput(ModelRunnerOutput):
+class SpexisOutput(ModelRunnerOutput):
+    held: frozenset[str] = frozenset()
+    """Requests whose row did not run in this step (selector.py)."""
     ends: np.ndarray | None = None
     """[R, 5] float32 P(fewer than lengths.THRESHOLDS tokens remain), of each row's last token; None
-    without a predictor. It means nothing where the row returned no token."""
+    without a length predictor. It means nothing where the row returned no token."""
 
     @classmethod
-    def of(cls, output: ModelRunnerOutput, ends: np.ndarray) -> EndsOutput:
+    def of(cls, output: ModelRunnerOutput, ends: np.ndarray) -> SpexisOutput:
         """The same output with `ends`; what it holds is shared."""
-        fields = {f.name: getattr(output, f.name) for f in dataclasses.fields(ModelRunnerOutput)}
-        return cls(**fields, ends=ends)
+        fields = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
+        return cls(**{**fields, "ends": ends})

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np, stream
 
-from spexis.engine.outputs import EndsOutput
+from spexis.engine.outputs import SpexisOutput
 
 
 class AsyncEnds(AsyncModelRunnerOutput):
@@ -34,4 +34,4 @@ class AsyncEnds(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         output = self.output.get_output()
         self.copied.synchronize()
-        return EndsOutput.of(output, self.ends)
+        return SpexisOutput.of(output, self.ends)
