@@ -78,7 +78,7 @@ def stage(folder):
 
     class FakeStage(SpexisV1Mixin):
         def _prepare_device_inputs(self, rows, start, token):
-            return torch.cumsum(rows.num_scheduled, 0) - 1
+            return rows.of_ran(torch.cumsum(rows.num_scheduled, 0) - 1)
 
         def _forward_context(self, rows):
             return contextlib.nullcontext()
@@ -88,7 +88,7 @@ def stage(folder):
             received["residual"].fill_(7.0)
             return received["hidden_states"]
 
-        def _send_to_next_stage(self, output, start, token, ends):
+        def _send_to_next_stage(self, output, start, token, rows, ends):
             self.sent = ends
 
     def make(is_last: bool, predictor=True):
@@ -104,25 +104,35 @@ def stage(folder):
     return make
 
 
-def one_step(stage, **more):
+def one_step(stage, held=None, **more):
     """Rows: the last chunk of a prompt of 9, a chunk inside one of 30, a decode row."""
     from vllm.sequence import IntermediateTensors
+
+    from spexis.engine.runner_v1 import StepRows
 
     torch.manual_seed(0)
     received = {"hidden_states": torch.randn(14, HIDDEN), "residual": torch.randn(14, HIDDEN)}
     stream = received["hidden_states"] + received["residual"]
-    rows = SimpleNamespace(
+    scheduled = np.array([6, 7, 1], np.int32)
+    rows = StepRows(
         req_ids=["a", "b", "c"],
+        slots_np=np.arange(3),
         slots=torch.arange(3),
+        num_scheduled_np=scheduled,
+        num_scheduled=torch.from_numpy(scheduled.astype(np.int64)),
+        num_computed=torch.tensor([3, 10, 99]),
         is_prefill=torch.tensor([True, True, False]),
         samples=torch.tensor([True, False, True]),
-        num_computed=torch.tensor([3, 10, 99]),
-        num_scheduled=torch.tensor([6, 7, 1]),
+        has_prefill=True,
+        num_tokens=14,
     )
+    if held is not None:
+        rows.hold(np.array(held))
     start, token = torch.tensor([0, 0, 20]), torch.tensor([0, 0, 5])
     with torch.inference_mode():
         stage._run_stage("step", rows, start, token, IntermediateTensors({**received, **more}))
-    return stream[[5, 12, 13]]
+    last = torch.cumsum(rows.num_scheduled, 0) - 1
+    return stream[rows.of_ran(last)]
 
 
 @pytest.mark.parametrize("is_last", [True, False])
@@ -136,6 +146,16 @@ def test_a_stage_says_what_the_definition_says(stage, folder, is_last):
     assert ends.shape == (3, 5) and ends.dtype == torch.float32
     assert torch.allclose(ends, wanted, atol=1e-6)
     assert (wanted[0] - wanted[2]).abs().max() > 0.01  # else the comparison shows little
+
+
+def test_a_row_that_was_left_out_moves_nobody_elses_words(stage, folder):
+    """Rows without tokens (mode "sp-alpha") have no state; the others keep their places."""
+    fake = stage(is_last=True)
+    states = one_step(fake, held=[False, True, False])
+    with torch.no_grad():
+        wanted = load_predictor(folder)(states, torch.tensor([0, 17]))
+    assert fake.pending.ends.shape == (3, 5)
+    assert torch.allclose(fake.pending.ends[[0, 2]], wanted, atol=1e-6)
 
 
 def test_later_stages_pass_on_what_the_second_one_said(stage):

@@ -110,9 +110,14 @@ def histories(make_config, predictor, seeds, num_stages=2, more=1, **block):  # 
     return totals | {"recomputed": kind.recomputed, "steps": kind.steps}
 
 
-@pytest.mark.parametrize("predictor", ["oracle", "uncertain", "wrong"])
-def test_predictions_change_no_token(make_config, predictor):  # noqa: F811
-    """run() checks each token, that no block is left, and the replay of every decision."""
-    totals = histories(make_config, predictor, range(6), lookahead=True)
+@pytest.mark.parametrize(
+    ("predictor", "hold"), [("oracle", 0.3), ("uncertain", 0.0), ("wrong", 0.0)]
+)
+def test_predictions_change_no_token(make_config, predictor, hold):  # noqa: F811
+    """run() checks each token, that no block is left, and the replay of every decision.
+
+    hold: share of rows that the first stage leaves out (mode "sp-alpha").
+    """
+    totals = histories(make_config, predictor, range(6), lookahead=True, hold=hold)
     assert totals["waits"] > 20 and totals["replayed"] > 200
     assert totals["discarded"] > 100 and totals["preemptions"] > 0
