@@ -356,7 +356,7 @@ def run(
             totals["holds"] += bool(entry.get("hold"))
             totals["evicts"] += bool(entry.get("evict"))
         if hold and not scheduler.switches:
-            assert counters.held <= pipeline.num_held  # some came back stale
+            assert counters.unrun_rows <= pipeline.num_held  # some came back stale
         assert counters.accepted <= counters.drafts
         assert min(scheduler.plain_gaps, default=num_stages) >= num_stages
         assert sum(scheduler.real.cadence.load) == 0

@@ -13,7 +13,8 @@ predictor spoke), else none. Requests end independently, so the sum has
 
     mean(k) = sum A (L + f)        variance(k) = sum A(1-A)(L + f)^2 + A var f
 
-and the outlook is mean + z*sqrt(variance), an upper quantile. A prompt is admitted while the
+and the outlook is mean + z*sqrt(variance), an upper quantile; where a predictor spoke, the variance
+has an error of the model in addition, which all requests share. A prompt is admitted while the
 largest outlook over all k, with it, fits. That holds for a request that was evicted too: it comes
 back only where it can go on.
 
@@ -38,6 +39,10 @@ HORIZONS = np.array((1, 8, 32, 64, 128, 256))
 # Ends that are known make edges: the most that is held may lie between those above.
 WITH_ENDS = np.array((1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256))
 QUANTILE = 1.645  # standard deviations: 95 %
+# Share of what is held by which the mean is off, as a standard deviation: the pace, holds, what is
+# not modelled. Counted where a predictor spoke; without one, when requests end is so uncertain that
+# nothing else matters.
+MODEL_ERROR = 0.02
 BLOCK_SIZE = 16
 
 
@@ -113,7 +118,10 @@ class MemoryLookahead:
         horizons = HORIZONS if running.ends is None else WITH_ENDS
         alive = self._alive(running, growth.mean[horizons])
         mean, variance = self._moments(running.kv_tokens, alive, growth, horizons)
-        return Outlook(mean.sum(axis=0), variance.sum(axis=0), growth, horizons)
+        mean, variance = mean.sum(axis=0), variance.sum(axis=0)
+        if running.ends is not None:
+            variance += (MODEL_ERROR * mean) ** 2
+        return Outlook(mean, variance, growth, horizons)
 
     def _moments(self, kv_tokens, alive, growth, horizons) -> tuple[np.ndarray, np.ndarray]:
         """([R, K], [R, K])"""
