@@ -247,7 +247,7 @@ def test_who_is_known_to_end_soon_makes_room_and_is_not_evicted():
 
 
 def test_an_old_prediction_is_read_as_of_when_it_was_made():
-    """Said 20 tokens ago that 8 to 15 remained: it was wrong, so the ended answers' curve stands."""
+    """Said 20 tokens ago that 8 to 15 remained: it was wrong, and tells nothing any more."""
     memory = MemoryLookahead(10**6, 2, taught([400] * 500))
     old = with_ends([900], [120], [SOON], ends_at=np.array([100]))
     fresh = with_ends([900], [120], [SOON])
