@@ -133,6 +133,8 @@ class SpexisConfig:
     ahead by outcomes; null takes "stage" where it is possible."""
     lookahead: bool = False
     """Admit, hold and preempt by projected KV memory instead of by what fits now."""
+    length_predictor: str | bool | None = None
+    """lookahead: folder or shipped name; null takes a shipped one that fits, false none."""
     steps_in_flight: int | None = None
     """Steps handed to the pipeline at once, N to 2N for N stages; null leaves it to vLLM."""
     iteration_log: str | None = None
@@ -154,6 +156,11 @@ class SpexisConfig:
                 f'{path}.profile is missing: mode "sp-alpha" needs the file that `spexis profile '
                 "MODEL` writes on this hardware"
             )
+        if isinstance(config.length_predictor, str) and not config.lookahead:
+            raise ConfigError(
+                f"{path}.length_predictor is {config.length_predictor!r}, but only look-ahead asks "
+                f"it: allowed are null and false unless {path}.lookahead is true"
+            )
         return config
 
     @classmethod
@@ -172,6 +179,7 @@ class SpexisConfig:
             "profile": self.profile,
             "selection": self.selection,
             "lookahead": self.lookahead,
+            "length_predictor": self.length_predictor,
             "steps_in_flight": self.steps_in_flight,
             "iteration_log": self.iteration_log,
             "timeline_log": self.timeline_log,
@@ -187,6 +195,12 @@ def _text_or_null(value: Any, path: str) -> str | None:
     if value is None or (isinstance(value, str) and value):
         return value
     raise ConfigError(f"{path} is {value!r}: allowed are a non-empty string or null")
+
+
+def _text_null_or_false(value: Any, path: str) -> str | bool | None:
+    if value is None or value is False or (isinstance(value, str) and value):
+        return value
+    raise ConfigError(f"{path} is {value!r}: allowed are a non-empty string, null or false")
 
 
 def _whole_or_null(value: Any, path: str) -> int | None:
@@ -275,6 +289,7 @@ _FIELDS: dict[str, _Check] = {
     "profile": _text_or_null,
     "selection": _selection,
     "lookahead": _yes_or_no,
+    "length_predictor": _text_null_or_false,
     "steps_in_flight": _whole_or_null,
     "iteration_log": _text_or_null,
     "timeline_log": _text_or_null,

@@ -29,6 +29,7 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
             "usage_context",
             "headless",
         ),
+        "vllm.distributed.utils:get_pp_indices": ("num_hidden_layers", "pp_rank", "pp_size"),
         "vllm.v1.metrics.loggers:StatLoggerManager.__init__": (
             "self",
             "vllm_config",
@@ -66,18 +67,25 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "runner_v1": {
-        f"vllm.v1.worker.gpu_model_runner:GPUModelRunner.{name}": ("self", *parameters)
-        for name, parameters in {
-            "execute_model": ("scheduler_output", "intermediate_tensors"),
-            "sample_tokens": ("grammar_output",),
-            "_update_states": ("scheduler_output",),
-            "_determine_batch_execution_and_padding": ("num_tokens", "num_reqs"),
-            "_get_slot_mappings": ("num_tokens_padded", "num_reqs_padded", "num_tokens_unpadded"),
-            "_build_attention_metadata": ("num_tokens", "num_reqs", "max_query_len"),
-            "_model_forward": ("input_ids", "positions", "intermediate_tensors"),
-            "_get_cumsum_and_arange": ("num_tokens",),
-            "_get_prompt_logprobs_dict": ("hidden_states", "num_scheduled_tokens"),
-        }.items()
+        "vllm.v1.outputs:ModelRunnerOutput": ("req_ids", "req_id_to_index", "sampled_token_ids"),
+        **{
+            f"vllm.v1.worker.gpu_model_runner:GPUModelRunner.{name}": ("self", *parameters)
+            for name, parameters in {
+                "execute_model": ("scheduler_output", "intermediate_tensors"),
+                "sample_tokens": ("grammar_output",),
+                "_update_states": ("scheduler_output",),
+                "_determine_batch_execution_and_padding": ("num_tokens", "num_reqs"),
+                "_get_slot_mappings": (
+                    "num_tokens_padded",
+                    "num_reqs_padded",
+                    "num_tokens_unpadded",
+                ),
+                "_build_attention_metadata": ("num_tokens", "num_reqs", "max_query_len"),
+                "_model_forward": ("input_ids", "positions", "intermediate_tensors"),
+                "_get_cumsum_and_arange": ("num_tokens",),
+                "_get_prompt_logprobs_dict": ("hidden_states", "num_scheduled_tokens"),
+            }.items()
+        },
     },
     "runner_v2": {
         **{
@@ -133,6 +141,8 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "vllm.compilation.cudagraph_pool:capture_pool": ("pool", "vllm_config"),
         "vllm.distributed.parallel_state:graph_capture": ("device",),
+        "vllm.v1.worker.gpu.async_utils:async_copy_to_np": ("x",),
+        "vllm.v1.worker.gpu.async_utils:stream": ("to_stream", "from_stream"),
         "vllm.v1.worker.gpu.pp_utils:PPHandler.receive": ("self", "input_batch"),
         "vllm.v1.worker.gpu.pp_utils:PPHandler.broadcast": (
             "self",

@@ -152,6 +152,7 @@ def _place(vllm_config: Any, config: SpexisConfig) -> SpexisConfig:
         config = SpexisConfig.from_dict({**config.to_dict(), "drafter": drafter.to_dict()})
     elif config.placement is not None:
         split = _chosen_partition(model, stages, config.placement, split)
+    config = _with_length_predictor(vllm_config, config)
     if vllm_config.device_config.device_type == "cpu":
         _bind_cores(parallel.local_world_size)
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
@@ -180,6 +181,36 @@ def _resolve_drafter(model: Any, drafter: DrafterConfig) -> Any:
             model.model,
         )
     return resolved
+
+
+def _with_length_predictor(vllm_config: Any, config: SpexisConfig) -> SpexisConfig:
+    """The config with the predictor's folder resolved, or false where none is to run.
+
+    Called once the layers are placed: a predictor belongs to the layer that ends the first stage.
+    """
+    asked = config.length_predictor
+    if not config.lookahead or asked is False:
+        return config
+    from vllm.distributed.utils import get_pp_indices
+
+    from spexis.drafters import served_by_vllm
+    from spexis.lengths.resolve import resolve
+
+    model = vllm_config.model_config
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if vllm_config.use_v2_model_runner and stages > 2:
+        if asked is not None:
+            raise ConfigError(
+                f"spexis.length_predictor is {asked!r}: on the V2 runner it runs with two stages "
+                f"only, not {stages}; leave it out, or set it to false"
+            )
+        folder, what = None, f"no length predictor (on the V2 runner with two stages, not {stages})"
+    else:
+        first_layers = get_pp_indices(model.get_total_num_hidden_layers(), 0, stages)[1]
+        folder, what = resolve(asked, served_by_vllm(model), first_layers)
+    logger.info("Spexis: look-ahead with %s", what)
+    block = {**config.to_dict(), "length_predictor": str(folder) if folder else False}
+    return SpexisConfig.from_dict(block)
 
 
 def _exit_partition(

@@ -19,6 +19,7 @@ import pytest
 from v2_on_cpu.drive import DRAWN, requests
 
 from spexis.bench.tiny import steep_profile
+from spexis.core.replay import replay
 
 HERE = Path(__file__).parent / "v2_on_cpu"
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -30,11 +31,12 @@ class World:
     """A tiny model, its drafter, and engine runs on it, each once."""
 
     def __init__(self, folder: Path):
-        from spexis.bench.tiny import tiny_drafter, tiny_model
+        from spexis.bench.tiny import tiny_drafter, tiny_model, tiny_predictor
 
         self.folder = folder
         self.model = tiny_model("llama", folder / "model")
         self.drafter = tiny_drafter(self.model, folder / "drafter")
+        self.predictor = tiny_predictor(self.model, folder / "predictor")
         self._runs: dict[str, dict] = {}
 
     def run(self, name: str, *options: str, v2: bool = True) -> dict:
@@ -198,3 +200,32 @@ def test_both_runners_count_alike(world: World):
     assert (v1["runner_v2"], v2["runner_v2"]) == (False, True)
     assert different(v2, v1) == []
     assert v1["counters"] == v2["counters"]
+
+
+def test_both_runners_say_the_same_of_lengths(world: World):
+    """What the length predictor said of each answer, as look-ahead learnt from it."""
+    said = {}
+    for v2 in (False, True):
+        log = world.folder / f"length-{v2}.jsonl"
+        block = {
+            "drafter": {"method": "exit", "model": world.drafter},
+            "steps_in_flight": 2,
+            "lookahead": True,
+            "length_predictor": world.predictor,
+            "iteration_log": str(log),
+        }
+        options = ["--stages", "2", "--greedy", "--no-grammar", "--spexis", json.dumps(block)]
+        run = world.run(f"length-{v2}", *options, v2=v2)
+        if v2:
+            assert run["runner_v2"]
+            assert different(run, world.run("length-False", v2=False)) == []
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        assert replay(lines) == []
+        ended = [entry for line in lines for entry in line["lookahead"] if "learnt" in entry]
+        said[v2] = sorted(ended, key=lambda entry: (entry["ended"], entry["learnt"]["limit"]))
+    assert len(said[True]) == len(said[False]) > 10
+    for mine, theirs in zip(said[True], said[False], strict=True):
+        assert mine["learnt"]["at"] == theirs["learnt"]["at"]
+        assert mine["learnt"]["limit"] == theirs["learnt"]["limit"]
+        pairs = zip(mine["learnt"]["said"], theirs["learnt"]["said"], strict=True)
+        assert all(abs(a - b) < 2e-3 for row in pairs for a, b in zip(*row, strict=True))

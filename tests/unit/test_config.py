@@ -35,6 +35,7 @@ def test_public_options_are_frozen():
         "profile",
         "selection",
         "lookahead",
+        "length_predictor",
         "steps_in_flight",
         "iteration_log",
         "timeline_log",
@@ -69,6 +70,9 @@ def test_public_options_are_frozen():
         {"placement": None},
         {"mode": "sp-alpha", "profile": "p.json", "selection": "scheduler"},
         {"fixed_transfer": False, "draft_graphs": False},
+        {"lookahead": True, "length_predictor": "folder"},
+        {"lookahead": True, "length_predictor": False},
+        {"length_predictor": None},
     ],
 )
 def test_round_trip_is_json_and_stable(block):
@@ -113,6 +117,11 @@ def test_round_trip_is_json_and_stable(block):
         ({"iteration_log": 1}, ["iteration_log is 1"]),
         ({"draft_graphs": "on"}, ["draft_graphs is 'on'", "true and false"]),
         ({"fixed_transfer": 1}, ["fixed_transfer is 1"]),
+        ({"length_predictor": True}, ["length_predictor is True", "string, null or false"]),
+        ({"length_predictor": 0}, ["length_predictor is 0"]),
+        ({"length_predictor": ""}, ["length_predictor is ''"]),
+        # Nothing would ask it.
+        ({"length_predictor": "folder"}, ["length_predictor is 'folder'", "spexis.lookahead"]),
         ({1: 2}, ["spexis.1"]),
     ],
 )

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from spexis.core.law import tokens_per_step
 from spexis.core.lengths import Growth, LengthModel
-from spexis.core.memory import HORIZONS, MemoryLookahead, Running
+from spexis.core.memory import (
+    HORIZONS,
+    MODEL_ERROR,
+    QUANTILE,
+    WITH_ENDS,
+    MemoryLookahead,
+    Running,
+)
 
 
 def arrays(kv, generated, limit=10**6) -> Running:
@@ -196,3 +203,52 @@ def test_bonus_goes_to_large_requests_that_end_soon():
     memory = MemoryLookahead(10**5, 2, taught([100] * 2000))
     bonus = memory.finish_bonus(arrays([3000, 1000, 1000], [95, 95, 5]), pace=0.8)
     assert bonus[0] > bonus[1] > bonus[2] and bonus[2] < 0.1
+
+
+# -- with a length predictor ----------------------------------------------------------------------
+
+SOON, LATER = (0.0, 0.0, 1.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0, 0.0)  # 8 to 15 tokens; 64 or more
+
+
+def with_ends(kv, generated, ends, **more) -> Running:
+    plain = arrays(kv, generated)
+    return Running(plain.kv_tokens, plain.generated, plain.max_tokens, ends=np.array(ends), **more)
+
+
+def test_known_ends_are_looked_at_closely_and_leave_the_models_own_error():
+    memory = MemoryLookahead(10**6, 2)
+    outlook = memory.project(with_ends([900] * 50, [100] * 50, [SOON] * 25 + [LATER] * 25), 0.8)
+    assert set(HORIZONS) <= set(outlook.horizons) == set(WITH_ENDS)
+    at = {int(k): i for i, k in enumerate(outlook.horizons)}
+    held = 900 + memory.overhead
+    assert outlook.mean[at[4]] == pytest.approx(50 * (held + outlook.more[at[4]]), rel=1e-3)
+    assert outlook.mean[at[32]] == pytest.approx(25 * (held + outlook.more[at[32]]), rel=1e-3)
+    margin = outlook.upper - outlook.mean
+    for k in (4, 32):
+        error = QUANTILE * MODEL_ERROR * outlook.mean[at[k]]
+        assert error < margin[at[k]] < 1.3 * error  # growth, and that nothing is taken for certain
+    without = memory.project(arrays([900] * 50, [100] * 50), 0.8)
+    assert (without.horizons == HORIZONS).all()
+
+
+def test_who_is_known_to_end_soon_makes_room_and_is_not_evicted():
+    memory = MemoryLookahead(20_000, 2, taught([400] * 500))
+    kv, generated = [900] * 20, [100] * 20
+    ends = [LATER] + [SOON] * 10 + [LATER] * 9
+    running = with_ends(kv, generated, ends)
+    waiting = np.full(8, 600), np.zeros(8, int), np.full(8, 10**6)
+    knowing = memory.admit(memory.project(running, 0.8), *waiting, 20)
+    silent = memory.admit(memory.project(arrays(kv, generated), 0.8), *waiting, 20)
+    assert silent < knowing
+    outlook = memory.project(running, 0.8)
+    slow = 1e-6  # recomputing is cheap: somebody is evicted
+    relief = memory.relieve(outlook, running, np.ones(20, bool), 1600.0, 100.0, slow, 0.02)
+    assert len(relief.evict) and not set(relief.evict) & set(range(11))
+
+
+def test_an_old_prediction_is_read_as_of_when_it_was_made():
+    """Said 20 tokens ago that 8 to 15 remained: it was wrong, and tells nothing any more."""
+    memory = MemoryLookahead(10**6, 2, taught([400] * 500))
+    old = with_ends([900], [120], [SOON], ends_at=np.array([100]))
+    fresh = with_ends([900], [120], [SOON])
+    assert memory.project(old, 0.8).mean[-1] > 5 * memory.project(fresh, 0.8).mean[-1]

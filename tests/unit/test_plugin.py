@@ -433,6 +433,60 @@ def test_profile_of_another_model_or_more_rows_is_refused(profile, tmp_path):
         placed({"profile": str(tmp_path / "no.json")})
 
 
+# -- the length predictor -------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("block", "v2", "stages", "said"),
+    [
+        ({}, False, 2, None),  # without look-ahead nobody asks
+        ({"lookahead": True, "length_predictor": False}, True, 2, False),
+        ({"lookahead": True}, False, 2, "found"),
+        ({"lookahead": True}, False, 3, "found"),
+        ({"lookahead": True}, True, 2, "found"),
+        ({"lookahead": True}, True, 3, False),
+        ({"lookahead": True, "length_predictor": "mine"}, True, 2, "found"),
+    ],
+)
+def test_every_process_reads_which_length_predictor_runs(
+    monkeypatch, caplog, block, v2, stages, said
+):
+    pytest.importorskip("vllm")
+    asked = []
+
+    def resolve(name, model, first_layers):
+        asked.append((name, model, first_layers))
+        return "found", "length predictor X"
+
+    monkeypatch.setattr("spexis.lengths.resolve.resolve", resolve)
+    monkeypatch.setattr("spexis.drafters.served_by_vllm", lambda model: "served")
+    monkeypatch.setenv(plugin.PARTITION_ENV, "4,2" if stages == 2 else "4,1,1")
+    vllm_config = fake_config(
+        model={"get_total_num_hidden_layers": lambda: 6},
+        parallel={"pipeline_parallel_size": stages},
+        use_v2_model_runner=v2,
+    )
+    config = SpexisConfig.from_dict(block)
+    with caplog.at_level("INFO", logger="vllm.spexis"):
+        resolved = plugin._with_length_predictor(vllm_config, config)
+    assert resolved.length_predictor == said
+    if said == "found":
+        assert asked == [(config.length_predictor, "served", 4)]
+        assert "look-ahead with length predictor X" in caplog.text
+    elif config.lookahead and config.length_predictor is None:
+        assert "with two stages, not 3" in caplog.text
+
+
+def test_a_length_predictor_asked_for_is_refused_on_three_v2_stages():
+    pytest.importorskip("vllm")
+    config = SpexisConfig.from_dict({"lookahead": True, "length_predictor": "mine"})
+    vllm_config = fake_config(parallel={"pipeline_parallel_size": 3})
+    with pytest.raises(ConfigError) as error:
+        plugin._with_length_predictor(vllm_config, config)
+    assert "'mine'" in one_line(error) and "two stages only" in one_line(error)
+
+
 # -- real vLLM configurations ---------------------------------------------------------------------
 
 
@@ -508,6 +562,11 @@ def test_asked_and_not_asked_in_one_process(build):
         ),
         ({}, {"hf": {"num_hidden_layers": 7}}, "no shipped drafter fits"),
         ({"drafter": {"model": "nowhere"}}, {}, "nowhere is neither a folder"),
+        (
+            {**NONE, "lookahead": True, "length_predictor": "nowhere"},
+            {},
+            "no length predictor in nowhere",
+        ),
     ],
 )
 def test_refusals_on_real_configurations(build, spexis, changes, words):

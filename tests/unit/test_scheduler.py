@@ -103,6 +103,7 @@ class RealScheduler:
         self.num_requests, self.num_arrived = r.randrange(2, 8), 0
         if tight:
             self.num_blocks, self.num_requests = r.randrange(30, 40), r.randrange(8, 16)
+        self.resize()
         self.chances = {k: r.choice((0.0, 0.02, 0.1)) for k in ("abort", "flush")}
         self.flushes = 5
         self.arrive = r.choice((0.2, 1.0))
@@ -139,6 +140,9 @@ class RealScheduler:
         self.last_row: dict[str, int] = {}
         self.journal: list[dict] = []
 
+    def resize(self) -> None:
+        """For histories of another size: before prompts and the block pool are made."""
+
     def _conversation(self, length: int) -> list[int]:
         """A prompt with its answer, so that other requests' prompts hold what one generates."""
         tokens = [self.random.randrange(self.target.vocab_size) for _ in range(length)]
@@ -172,7 +176,6 @@ class RealScheduler:
             self.num_aborted += 1
 
     def _arrive(self) -> None:
-        from vllm import SamplingParams
         from vllm.v1.request import Request
 
         r, req_id = self.random, str(self.num_arrived)
@@ -180,20 +183,26 @@ class RealScheduler:
         prompt = shared[: r.randrange(1, len(shared) + 1)]
         if r.random() < 0.3:
             prompt = [*prompt, r.randrange(self.target.vocab_size)]
-        stop = [r.randrange(self.target.vocab_size)] if r.random() < 0.2 else []
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=r.randrange(1, 26),
-            stop_token_ids=stop,
-            ignore_eos=True,
-            extra_args={"spexis_speculate": False} if r.random() < self.opt_out else None,
-        )
+        params = self.params(prompt)
         self.text[req_id] = list(prompt)
         priority = r.randrange(3)  # looked at with that policy only
         self.real.add_request(
             Request(req_id, list(prompt), params, None, priority=priority, block_hasher=self.hasher)
         )
         self.num_arrived += 1
+
+    def params(self, prompt: list[int]):
+        from vllm import SamplingParams
+
+        r = self.random
+        stop = [r.randrange(self.target.vocab_size)] if r.random() < 0.2 else []
+        return SamplingParams(
+            temperature=0,
+            max_tokens=r.randrange(1, 26),
+            stop_token_ids=stop,
+            ignore_eos=True,
+            extra_args={"spexis_speculate": False} if r.random() < self.opt_out else None,
+        )
 
     def schedule(self) -> Step:
         self.num_calls += 1
@@ -244,7 +253,7 @@ class RealScheduler:
     def update(self, step: Step) -> None:
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-        from spexis.engine.selector import SpexisOutput
+        from spexis.engine.outputs import SpexisOutput
 
         result = EMPTY_MODEL_RUNNER_OUTPUT
         if step.rows:
@@ -255,6 +264,7 @@ class RealScheduler:
                 req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
                 sampled_token_ids=[[t] if t != NO_TOKEN else [] for t in step.outputs],
             )
+            result = self.with_predictions(step, result)
         for outputs in self.real.update_from_output(step.origin, result).values():
             for output in outputs.outputs:
                 for token in output.new_token_ids:
@@ -263,6 +273,10 @@ class RealScheduler:
                         raise BrokenError(f"{output.request_id}: {token} after {text}")
                     text.append(token)
                 self.num_ended += output.finish_reason is not None
+
+    def with_predictions(self, step: Step, result):
+        """For workers that run a length predictor."""
+        return result
 
     def check_cached_blocks(self) -> None:
         """With the pipeline empty, whatever can be hit holds what its hash says."""
@@ -305,13 +319,15 @@ def run(
     switches=False,
     tight=False,
     hold=0.0,
+    kind=RealScheduler,
     **block,
 ):
+    """Histories by seed, each to its end; what happened in them, added up."""
     totals = dict.fromkeys(("preemptions", "hits", "discarded", "stale", "held", "plain"), 0)
     totals.update(waits=0, holds=0, evicts=0, replayed=0, forecasts=0, exceeded=0)
     config = make_config(num_stages, num_stages + more, policy, **block)
     for seed in seeds:
-        scheduler = RealScheduler(config, seed, tight)
+        scheduler = kind(config, seed, tight)
         scheduler.switches = switches
         pipeline = Pipeline(
             num_stages=num_stages,
@@ -348,7 +364,7 @@ def run(
             totals["holds"] += bool(entry.get("hold"))
             totals["evicts"] += bool(entry.get("evict"))
         if hold and not scheduler.switches:
-            assert counters.held <= pipeline.num_held  # some came back stale
+            assert counters.unrun_rows <= pipeline.num_held  # some came back stale
         assert counters.accepted <= counters.drafts
         assert min(scheduler.plain_gaps, default=num_stages) >= num_stages
         assert sum(scheduler.real.cadence.load) == 0

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from spexis.bench import oracle_lengths
 from spexis.bench.engines import EngineSpec, Work, build_llm
 from spexis.bench.recompute import Recomputed
 from spexis.bench.scenario import Context, Request
@@ -31,7 +32,10 @@ def serve(
     own: dict[str, dict] = {}
     for item in work:
         for what, argument in (item.prepare or {}).items():
-            llm.collective_rpc(PREPARE[what], args=(argument,))
+            if what in PREPARE_SCHEDULER:
+                PREPARE_SCHEDULER[what](core.scheduler, argument)
+            else:
+                llm.collective_rpc(PREPARE[what], args=(argument,))
         context = Context(
             tokenizer=None if llm.model_config.skip_tokenizer_init else llm.get_tokenizer(),
             vocab_size=llm.model_config.get_vocab_size(),
@@ -84,6 +88,7 @@ def run_work(llm, item: Work, context: Context, is_stock: bool, emit) -> dict:
         "preempted": sorted(recomputed.preemptions.values(), reverse=True),
         "recomputed_tokens": recomputed.tokens,
         "policy_seconds": lookahead.seconds - policy_before if lookahead else 0.0,
+        "predictor": _predictor(lookahead),
         "free_blocks": pool.get_num_free_blocks(),
         "num_blocks": pool.num_gpu_blocks,  # one of them is vLLM's null block
         "requests_left": len(scheduler.requests),
@@ -179,6 +184,7 @@ def trust_guesses(worker, argument: dict) -> None:
 
 
 PREPARE = {"drafter": set_drafter, "trust_guesses": trust_guesses}
+PREPARE_SCHEDULER = {"oracle_lengths": oracle_lengths.install}
 
 
 def count_slots(worker) -> int:
@@ -191,6 +197,18 @@ def count_slots(worker) -> int:
         else runner.req_states.req_id_to_index
     )
     return max(0, len(bound) - 1)
+
+
+def _predictor(lookahead) -> dict | None:
+    """What came of a length predictor since the engine started; None where none spoke."""
+    if lookahead is None or not lookahead.predictions.calibration.num_observed:
+        return None
+    calibration = lookahead.predictions.calibration
+    return {
+        "answers": calibration.num_observed,
+        "off_by": [round(error, 4) for error in calibration.calibration_error().tolist()],
+        "slopes": [round(slope, 3) for slope in calibration.theta[:, 1].tolist()],
+    }
 
 
 # -- JSON ------------------------------------------------------------------------------------------

@@ -74,8 +74,9 @@ class Work:
     rows: list[dict] | None = None
     """[{"prompt_token_ids": [...], "params": {SamplingParams}}] instead of a scenario."""
     prepare: dict | None = None
-    """{"drafter": block} or {"trust_guesses": {}}: what driver.PREPARE does to the workers first.
-    Another drafter this way saves the start of another engine."""
+    """{"drafter": block} or {"trust_guesses": {}}: what driver.PREPARE does to the workers first;
+    {"oracle_lengths": {}}: what PREPARE_SCHEDULER does to the scheduler. Another drafter this way
+    saves the start of another engine."""
 
 
 @dataclass(kw_only=True, slots=True)

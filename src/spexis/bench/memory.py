@@ -3,6 +3,8 @@
 
     python -m spexis.bench.memory                              # make bench-memory
     python -m spexis.bench.memory --trace azure2023_conv.csv.gz --blocks 40 --rounds 3
+    python -m spexis.bench.memory --predictor oracle           # look-ahead that knows the ends
+    python -m spexis.bench.memory --predictor shipped --ends own
 
 The demo model at PP=2 on a CPU, few KV blocks, requests that come faster than they are served.
 Three engines in alternation, each round with other requests: stock vLLM, Spexis, Spexis with
@@ -13,6 +15,11 @@ itself by --trace.
 No engine may know an answer's length beforehand, so it is not the limit that ends it: a reference
 run writes each answer longer than wanted, and the request's stop token is one that first occurs
 about where the answer shall end. The reference also says what every answer must be.
+
+Look-ahead runs without a length predictor (--predictor none), with the shipped one, or with an
+oracle that is right about each threshold (oracle_lengths.py). Ends at a chosen stop token are not
+those that a predictor was trained on: to see what the shipped one is worth, let answers end as the
+model ends them (--ends own; --blocks must then suit their length).
 
 Invariant: a ratio is of engines that were given the same requests at the same seconds; an answer
 that differs from the reference's makes "ok" false.
@@ -35,7 +42,9 @@ from tqdm import tqdm
 
 from spexis.bench import machine
 from spexis.bench.engines import EngineRun, EngineSpec, Work, kill_on_signals, run_engine
+from spexis.bench.oracle_lengths import ANSWER_TOKENS
 from spexis.bench.prompts import BUILT_IN, chat_token_ids
+from spexis.lengths import shipped
 
 # Quantiles 0, 5 .. 100 % of the Azure LLM inference trace 2023, conversations (19,366 requests).
 PROMPTS = (2, 181, 207, 372, 387, 396, 403, 414, 703, 984, 1020)
@@ -49,10 +58,14 @@ SLACK = 24  # tokens of the reference beyond the wanted end
 WANTED = {"recomputed_ratio": 0.5, "throughput_ratio": 1.10, "p99_ratio": 1.05}
 WANTED_PREEMPTED, WANTED_POLICY, WANTED_AMPLE = 0.30, 0.01, 0.97
 ENGINES = ("stock", "off", "on")
+PREDICTORS = ("none", "shipped", "oracle")
+ENDS = ("trace", "own")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+    if args.predictor == "shipped" and not shipped():
+        sys.exit("bench.memory: no length predictor ships with this version (--predictor none)")
     kill_on_signals()
     bench = Bench(args)
     try:
@@ -64,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench.bar.close()
     result = summary(bench.runs, bench.failures)
     result.update(
+        predictor=args.predictor,
+        ends=args.ends,
         date=time.strftime("%Y-%m-%d"),
         command=machine.command(),
         hardware=machine.hardware(),
@@ -75,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
     print(table(bench.runs))
     keys = ("name", "ok", *WANTED, "different", "stock_preempted", "most_preemptions")
-    print(json.dumps({k: result[k] for k in (*keys, "ample_throughput_ratio", "policy_share")}))
+    keys += ("ample_throughput_ratio", "policy_share", "predictor", "ends")
+    print(json.dumps({k: result[k] for k in keys}))
     return 0
 
 
@@ -116,10 +132,13 @@ class Bench:
             # The end of a question stays the end, whatever is cut off in front.
             rows.append({"prompt_token_ids": tokens[-prompt:], "arrive_seconds": at, "n": answer})
             at += rng.expovariate(self.args.rate)
+        own = self.args.ends == "own"
         reference = [
             {
                 "prompt_token_ids": row["prompt_token_ids"],
-                "params": {"max_tokens": row["n"] + SLACK, "ignore_eos": True},
+                "params": {"max_tokens": LIMIT}
+                if own
+                else {"max_tokens": row["n"] + SLACK, "ignore_eos": True},
             }
             for row in rows
         ]
@@ -127,13 +146,15 @@ class Bench:
         answers = [row["outputs"][0]["token_ids"] for row in run["requests"]["rows"]]
         wanted = []
         for row, answer in zip(rows, answers, strict=True):
-            end = stop_position(answer, row.pop("n"))
-            row["params"] = {
-                "max_tokens": LIMIT,
-                "ignore_eos": True,
-                "stop_token_ids": [answer[end]],
-            }
-            wanted.append(answer[: end + 1])
+            length = row.pop("n")
+            stop: dict[str, Any] = {}
+            if not own:
+                end = stop_position(answer, length)
+                stop = {"ignore_eos": True, "stop_token_ids": [answer[end]]}
+                answer = answer[: end + 1]
+            told = {ANSWER_TOKENS: len(answer)}  # read by the oracle alone
+            row["params"] = {"max_tokens": LIMIT, **stop, "extra_args": told}
+            wanted.append(answer)
         return rows, wanted
 
     def measure(self, engine, memory, number, rows, wanted, warm, blocks) -> None:
@@ -141,10 +162,11 @@ class Bench:
             model=self.model,
             stages=2,
             drafter=None if engine == "stock" else {"method": "exit"},
-            settings={"lookahead": True} if engine == "on" else {},
+            settings=lookahead_settings(self.args.predictor) if engine == "on" else {},
             options=options(blocks),
         )
-        run = self.run(spec, rows, f"{memory} {number + 1}: {engine}", warm)
+        oracle = engine == "on" and self.args.predictor == "oracle"
+        run = self.run(spec, rows, f"{memory} {number + 1}: {engine}", warm, oracle)
         result = run["requests"]
         answers = [row["outputs"][0]["token_ids"] for row in result["rows"]]
         latencies = [end - due for due, _, end in result["times"]]
@@ -165,23 +187,32 @@ class Bench:
                 "policy_share": result["policy_seconds"] / result["seconds"],
                 "blocks_leaked": result["num_blocks"] - 1 - result["free_blocks"],
                 "held": result["counters"].get("held", 0),
+                "predictor": result["predictor"],
             }
         )
 
-    def run(self, spec: EngineSpec, rows, what: str, warm=None) -> EngineRun:
+    def run(self, spec: EngineSpec, rows, what: str, warm=None, oracle=False) -> EngineRun:
         self.bar.set_description(what)
 
         def show(event: dict) -> None:
             if event["event"] == "progress":
                 self.bar.set_postfix_str(f"{event['name']} {event['done']}/{event['of']}")
 
-        work = [Work(name="warm", rows=warm)] if warm else []
-        run = run_engine(spec, [*work, Work(name="requests", rows=rows)], on_event=show)
+        prepare = {"oracle_lengths": {}} if oracle else None
+        named = {"warm": warm, "requests": rows} if warm else {"requests": rows}
+        work = [Work(name=name, rows=some, prepare=prepare) for name, some in named.items()]
+        run = run_engine(spec, work, on_event=show)
         if run.error:
             self.failures.append(run.error)
             raise SystemExit(run.error)
         self.bar.update()
         return run
+
+
+def lookahead_settings(predictor: str) -> dict[str, Any]:
+    """Of the spexis block."""
+    name = next(iter(shipped())) if predictor == "shipped" else False
+    return {"lookahead": True, "length_predictor": name}
 
 
 def options(blocks: int) -> dict[str, Any]:
@@ -288,6 +319,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, default=40, help="KV blocks of 32 tokens")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ample-rounds", type=int, default=2)
+    parser.add_argument(
+        "--predictor", choices=PREDICTORS, default="none", help="that look-ahead asks"
+    )
+    parser.add_argument(
+        "--ends",
+        choices=ENDS,
+        default="trace",
+        help="answers end after the trace's lengths, or where the model ends them itself",
+    )
     parser.add_argument("--output", help="also write the result with every run to this JSON file")
     return parser
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random-weight models of every supported family, with tokenizer and exit drafter.
+"""Tiny random-weight models of every supported family, with tokenizer and trained parts.
 
     model = tiny_model("llama", folder)       # 6 layers, 384 tokens, about 1 MB, half a second
     drafter = tiny_drafter(model, folder)     # an exit drafter at layer 3 that is often right
+    predictor = tiny_predictor(model, folder)     # a length predictor there, which knows nothing
 
 Plain random weights make a poor test: a decoder that repeats one token hides wrong positions and
 stale keys. Weights here are scaled so that answers are as varied as noise and any change to the
@@ -121,6 +122,38 @@ def tiny_drafter(model_dir: str | Path, folder: str | Path, seed: int = 1) -> st
     tensors["draft_vocab_ids"] = ids
     if not tied:
         tensors["lm_head.weight"] = read_tensor(Path(model_dir), "lm_head.weight")[ids.long()]
+    config.save(folder, tensors)
+    return str(folder)
+
+
+def tiny_predictor(model_dir: str | Path, folder: str | Path, seed: int = 2) -> str:
+    """Writes a length predictor for tiny_model(): random, so it says something else of each row."""
+    from spexis.core.lengths import THRESHOLDS
+    from spexis.drafters.exit.config import fingerprint
+    from spexis.lengths.config import NEVER, LengthConfig, expected_shapes
+
+    config = LengthConfig(
+        base_model="tiny",
+        base_model_hash=fingerprint(model_dir),
+        exit_layer=EXIT_LAYER,
+        num_hidden_layers=LAYERS,
+        hidden_size=HIDDEN,
+        rms_norm_eps=1e-6,
+        width=16,
+        max_answered=CONTEXT,
+        thresholds=list(THRESHOLDS),
+        decisions=[NEVER] * len(THRESHOLDS),
+        min_precision=0.75,
+        version="tiny-1",
+    )
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: 0.3 * torch.randn(shape, generator=generator)
+        for name, shape in expected_shapes(config).items()
+    }
+    tensors["norm.weight"] += 1
+    tensors["answered.weight"] *= 10
+    tensors["heads.bias"] -= 2
     config.save(folder, tensors)
     return str(folder)
 

@@ -44,6 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--policies", nargs="+", default=["pp", "sp", "sp-alpha"])
     parser.add_argument("--memory", choices=["lookahead", "stock"], default="lookahead")
+    parser.add_argument(
+        "--predictor",
+        type=float,
+        metavar="SHARPNESS",
+        help="look-ahead asks a length predictor: 2.5 finds half of what ends soon, inf everything",
+    )
     parser.add_argument("--acceptance", type=float, default=0.7, help="drafts that are right")
     parser.add_argument(
         "--sharpness", type=float, default=1.5, help="small: the drafter knows when it is wrong"
@@ -79,6 +85,7 @@ def _traces(options: argparse.Namespace) -> int:
     from spexis.core.cost_model import CostModel
     from spexis.simulator import trace as traces
     from spexis.simulator.drafts import DraftSource
+    from spexis.simulator.predicted import PredictedServing
     from spexis.simulator.serving import POLICIES, Serving, Settings
 
     for policy in options.policies:
@@ -102,12 +109,16 @@ def _traces(options: argparse.Namespace) -> int:
         drafts = DraftSource(
             options.acceptance, options.sharpness, options.distortion, options.seed
         )
-        serving = Serving(
+        parts = (
             CostModel.from_profile(profile),
             drafts,
             settings,
             CostModel.from_profile(profile, drafter=False),
         )
+        if options.predictor is None:
+            serving = Serving(*parts)
+        else:
+            serving = PredictedServing(*parts, sharpness=options.predictor, seed=options.seed)
         with tqdm(total=len(trace), desc=f"simulate {policy}", unit="request") as bar:
             result = serving.run(trace, bar.update)
         figures = results[policy] = result.summary()
@@ -127,6 +138,8 @@ def _traces(options: argparse.Namespace) -> int:
         "profile_source": profile.source,
         "acceptance": options.acceptance,
         "memory": options.memory,
+        # As text: infinity is no JSON number.
+        "predictor": None if options.predictor is None else str(options.predictor),
         "policies": results,
     }
     return _end(summary, options.output)

@@ -7,13 +7,14 @@
     memory.relieve(outlook, running, short_tokens, ...)   # who waits, who is evicted
     memory.finish_bonus(...)                         # for Selection.select
 
-For k = 1, 8, 32 .. 256 steps ahead request i holds L_i + f(k) tokens if it still runs, which has
-probability A_i(k) (lengths.py; Running.ends if a predictor spoke), else none. Requests end
-independently, so the sum has
+For k = 1, 8, 32 .. 256 steps ahead (and others between, where a predictor spoke) request i holds
+L_i + f(k) tokens if it still runs, which has probability A_i(k) (lengths.py; Running.ends if a
+predictor spoke), else none. Requests end independently, so the sum has
 
     mean(k) = sum A (L + f)        variance(k) = sum A(1-A)(L + f)^2 + A var f
 
-and the outlook is mean + z*sqrt(variance), an upper quantile. A prompt is admitted while the
+and the outlook is mean + z*sqrt(variance), an upper quantile; where a predictor spoke, the variance
+has an error of the model in addition, which all requests share. A prompt is admitted while the
 largest outlook over all k, with it, fits. That holds for a request that was evicted too: it comes
 back only where it can go on.
 
@@ -35,7 +36,13 @@ import numpy as np
 from spexis.core.lengths import Growth, LengthModel
 
 HORIZONS = np.array((1, 8, 32, 64, 128, 256))
+# Ends that are known make edges: the most that is held may lie between those above.
+WITH_ENDS = np.array((1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256))
 QUANTILE = 1.645  # standard deviations: 95 %
+# Share of what is held by which the mean is off, as a standard deviation: the pace, holds, what is
+# not modelled. Counted where a predictor spoke; without one, when requests end is so uncertain that
+# nothing else matters.
+MODEL_ERROR = 0.02
 BLOCK_SIZE = 16
 
 
@@ -61,11 +68,17 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """KV tokens held at each of HORIZONS."""
+    """KV tokens held at each of some horizons."""
 
     mean: np.ndarray  # [K]
     variance: np.ndarray  # [K]
     growth: Growth
+    horizons: np.ndarray  # [K] steps ahead
+
+    @property
+    def more(self) -> np.ndarray:
+        """[K] tokens that a request gives until then."""
+        return self.growth.mean[self.horizons]
 
     @property
     def upper(self) -> np.ndarray:
@@ -102,16 +115,20 @@ class MemoryLookahead:
     def project(self, running: Running, acceptance: float) -> Outlook:
         """acceptance: of the drafts, as it limits growth (law.acceptance_for of the real pace)."""
         growth = Growth.of(acceptance, self.num_stages, int(HORIZONS[-1]))
-        alive = self._alive(running, growth.mean[HORIZONS])
-        mean, variance = self._moments(running.kv_tokens, alive, growth)
-        return Outlook(mean.sum(axis=0), variance.sum(axis=0), growth)
+        horizons = HORIZONS if running.ends is None else WITH_ENDS
+        alive = self._alive(running, growth.mean[horizons])
+        mean, variance = self._moments(running.kv_tokens, alive, growth, horizons)
+        mean, variance = mean.sum(axis=0), variance.sum(axis=0)
+        if running.ends is not None:
+            variance += (MODEL_ERROR * mean) ** 2
+        return Outlook(mean, variance, growth, horizons)
 
-    def _moments(self, kv_tokens, alive, growth) -> tuple[np.ndarray, np.ndarray]:
+    def _moments(self, kv_tokens, alive, growth, horizons) -> tuple[np.ndarray, np.ndarray]:
         """([R, K], [R, K])"""
-        more = growth.mean[HORIZONS]
+        more = growth.mean[horizons]
         held = np.asarray(kv_tokens, float)[:, None] + self.overhead + more[None, :]
         mean = alive * held
-        return mean, mean * (1 - alive) * held + alive * growth.variance[HORIZONS][None, :]
+        return mean, mean * (1 - alive) * held + alive * growth.variance[horizons][None, :]
 
     def _alive(self, running: Running, more: np.ndarray) -> np.ndarray:
         """[R, K] after so many more tokens, [K]."""
@@ -133,8 +150,8 @@ class MemoryLookahead:
         """
         if not len(kv_tokens):
             return 0
-        alive = self.lengths.alive(generated, max_tokens, outlook.growth.mean[HORIZONS])
-        mean, variance = self._moments(kv_tokens, alive, outlook.growth)
+        alive = self.lengths.alive(generated, max_tokens, outlook.more)
+        mean, variance = self._moments(kv_tokens, alive, outlook.growth, outlook.horizons)
         mean = outlook.mean[None, :] + np.cumsum(mean, axis=0)
         variance = outlook.variance[None, :] + np.cumsum(variance, axis=0)
         peaks = (mean + QUANTILE * np.sqrt(variance)).max(axis=1)
@@ -190,7 +207,7 @@ class MemoryLookahead:
         waiting = waiting[np.argsort(-remaining[waiting], kind="stable")]
         block = max(short_tokens / max(int(np.count_nonzero(wants)), 1), 1.0)
         hold = waiting[: int(np.ceil(short_tokens / block))]
-        steps = self._steps_until_freed(running, outlook.growth, short_tokens, hold)
+        steps = self._steps_until_freed(running, outlook, short_tokens, hold)
         held_cost = len(hold) * pace * steps
         can_hold = len(hold) * block >= short_tokens
 
@@ -214,16 +231,15 @@ class MemoryLookahead:
             return Relief(hold, none)
         return Relief(none, evict)
 
-    def _steps_until_freed(self, running, growth, tokens: float, hold: np.ndarray) -> float:
+    def _steps_until_freed(self, running, outlook, tokens: float, hold: np.ndarray) -> float:
         """Steps until those that go on have freed so much, surely enough; inf: not in sight."""
-        more = growth.mean[HORIZONS]
-        ended = 1.0 - self._alive(running, more)
+        ended = 1.0 - self._alive(running, outlook.more)
         ended[hold] = 0.0
         held = np.asarray(running.kv_tokens, float)[:, None]
         mean = (ended * held).sum(axis=0)
         spread = np.sqrt((ended * (1 - ended) * held**2).sum(axis=0))
         enough = np.flatnonzero(mean - spread >= tokens)
-        return float(HORIZONS[enough[0]]) if len(enough) else np.inf
+        return float(outlook.horizons[enough[0]]) if len(enough) else np.inf
 
     def finish_bonus(
         self,

@@ -5,10 +5,10 @@
 
     differences = replay(lines)            # [] when each decision follows from what was logged
 
-Memory look-ahead writes a journal (engine/lookahead.py): answers that ended, outlooks, what was
-admitted, held and preempted. Mode control writes what it saw of each step. The first stage writes
-which drafts it ran (engine/selector.py). All are deterministic, so the same objects, fed with the
-log, must decide the same.
+Memory look-ahead writes a journal (engine/lookahead.py): answers that ended and what a length
+predictor had said of them, outlooks, what was admitted, held and preempted. Mode control writes
+what it saw of each step. The first stage writes which drafts it ran (engine/selector.py). All are
+deterministic, so the same objects, fed with the log, must decide the same.
 
 Invariant: nothing but the log is read; a decision is never taken over, always computed.
 """
@@ -25,10 +25,12 @@ import numpy as np
 
 from spexis.core.chains import DraftChooser
 from spexis.core.chooser import Chooser
+from spexis.core.endings import EndCalibration
 from spexis.core.lengths import LengthModel
 from spexis.core.live_mode import LiveMode
 from spexis.core.memory import MemoryLookahead, Outlook, Running
 from spexis.core.outcomes import OutcomeChooser
+from spexis.core.predictions import Told, learn
 
 
 def replay(lines: Iterable[dict[str, Any]]) -> list[str]:
@@ -45,6 +47,7 @@ def replay_memory(journal: Iterable[dict[str, Any]], lengths: LengthModel | None
     memory: MemoryLookahead | None = None
     outlook: Outlook | None = None
     running: Running | None = None
+    calibration = EndCalibration()
     for number, entry in enumerate(journal):
         if "setup" in entry:
             setup = entry["setup"]
@@ -53,11 +56,13 @@ def replay_memory(journal: Iterable[dict[str, Any]], lengths: LengthModel | None
             )
         elif "ended" in entry:
             memory.lengths.observe(entry["ended"])
+            learn(calibration, entry["ended"], entry.get("learnt", {}))
         elif "outlook" in entry:
-            running = _running(entry["running"])
+            running = _running(entry, calibration)
             memory.capacity = entry["capacity"]
             outlook = memory.project(running, entry["acceptance"])
-            if not np.allclose(outlook.upper, entry["outlook"], rtol=1e-6):
+            upper = np.array(entry["outlook"])
+            if upper.shape != outlook.upper.shape or not np.allclose(outlook.upper, upper, 1e-6):
                 differences.append(f"entry {number}: another outlook, peak {outlook.peak:.0f}")
         elif "admit" in entry:
             waiting = [np.array(values) for values in entry["waiting"]]
@@ -111,9 +116,20 @@ def replay_selection(
     return differences
 
 
-def _running(arrays: Sequence[Sequence[int]]) -> Running:
-    kv_tokens, generated, max_tokens, protected = map(np.array, arrays)
-    return Running(kv_tokens, generated, max_tokens, protected=protected.astype(bool))
+def _running(entry: dict[str, Any], calibration: EndCalibration) -> Running:
+    kv_tokens, generated, max_tokens, protected = map(np.array, entry["running"])
+    ends = ends_at = None
+    if "told" in entry:
+        told = Told.read(entry["told"])
+        ends, ends_at = calibration.calibrated(told.said), told.at
+    return Running(
+        kv_tokens,
+        generated,
+        max_tokens,
+        protected=protected.astype(bool),
+        ends=ends,
+        ends_at=ends_at,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -114,7 +114,7 @@ def resolve(drafter: DrafterConfig, model: ServedModel) -> ResolvedDrafter:
         exit_layer=exit_config.exit_layer,
         version=exit_config.version,
         draft_vocab_size=drafter.draft_vocab_size or vocab,
-        fingerprint_checked=_fingerprint(model) is not None,
+        fingerprint_checked=weights_fingerprint(model) is not None,
     )
 
 
@@ -165,7 +165,7 @@ def mismatch(config: Mapping[str, Any], model: ServedModel) -> str | None:
     limit = config.get("max_position_embeddings")
     if limit and model.context and model.context > limit:
         return f"it was made for {limit} positions; pass --max-model-len {limit} or less"
-    ours = _fingerprint(model)
+    ours = weights_fingerprint(model)
     if ours is not None and config.get("base_model_hash") not in (None, ours):
         return "same sizes, other weights (base_model_hash differs)"
     return None
@@ -192,7 +192,7 @@ def _find_shipped(model: ServedModel) -> Path:
     )
 
 
-def _fingerprint(model: ServedModel) -> str | None:
+def weights_fingerprint(model: ServedModel) -> str | None:
     """Fingerprint of the target's weights; None where they are not on this machine."""
     if model.folder is None:
         return None

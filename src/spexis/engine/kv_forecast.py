@@ -74,7 +74,9 @@ class ForecastCheck:
         lookahead = self.lookahead
         scheduler = lookahead.scheduler
         acceptance = acceptance_for(lookahead.pace.tokens_per_row_step, scheduler.num_stages)
-        upper = lookahead.memory.project(lookahead._running(), acceptance).upper
+        outlook = lookahead.memory.project(lookahead._running(), acceptance)
+        # Of more horizons, where a length predictor spoke.
+        upper = outlook.upper[np.searchsorted(outlook.horizons, HORIZONS)]
         self.ahead = tuple(int(tokens) for tokens in upper)
         tokens = self.ahead[int(np.searchsorted(HORIZONS, STEPS))]
         of = frozenset(request.request_id for request in scheduler.running)

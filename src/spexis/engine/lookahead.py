@@ -3,13 +3,15 @@
 
     lookahead = Lookahead(scheduler)
     limit = lookahead.before_schedule()      # requests that may be in `running` after this step
-    lookahead.observe(...)                   # a step came back
-    lookahead.ended(request)                 # an answer ended by itself or by its limit
+    lookahead.pace.observe(...)              # a step came back
+    lookahead.hear(scheduler_output, output)     # and what a length predictor said of its rows
+    lookahead.ended(request)                 # a request left
 
 vLLM admits what fits now and, when blocks run out, preempts the newest request. Here a waiting
 request is admitted only while the projected peak fits; where blocks are about to be short, some
 requests wait a step or one is preempted, whichever gives up fewer tokens. vLLM's own way stays
-behind it: what is overlooked here ends as it would have.
+behind it: what is overlooked here ends as it would have. When requests end is known from those that
+did, and from a length predictor where the engine runs one (core/predictions.py).
 
 Two short cuts keep a step's cost at nothing as long as memory is ample: blocks cannot be short if
 there are more than any step can take, and the outlook is renewed every few steps only.
@@ -26,11 +28,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.v1.request import RequestStatus
 
 from spexis.core import decisions
 from spexis.core.law import acceptance_for
 from spexis.core.memory import MemoryLookahead, Outlook, Running
 from spexis.core.pace import Pace
+from spexis.core.predictions import Predictions, Told, rounded
 from spexis.engine.kv_forecast import ForecastCheck
 
 if TYPE_CHECKING:
@@ -52,6 +56,7 @@ class Lookahead:
             self.num_blocks * self.block_size, scheduler.num_stages, block_size=self.block_size
         )
         self.pace = Pace(scheduler.num_stages)
+        self.predictions = Predictions()
         self.journal: list[dict[str, Any]] | None = None
         """What was decided and from what, and what was learnt, in order; None keeps nothing."""
         if scheduler.spexis_config.iteration_log is not None:
@@ -96,8 +101,7 @@ class Lookahead:
             self._outlook = None
         recent = step - self._outlook_step < OUTLOOK_EVERY
         if self._outlook is None or not recent:
-            running = self._running()
-            self._outlook = self._project(running)
+            self._outlook = self._project(self._running())
             self._outlook_step, self._seen_running = step, len(s.running)
         elif self._refused_step >= self._outlook_step:
             return present
@@ -188,9 +192,13 @@ class Lookahead:
             found[i] = max(blocks - len(self.tables.get(request.request_id, ())), 0)
         return found
 
+    def _told(self) -> Told | None:
+        """What was said of the running requests, newest."""
+        return self.predictions.of([r.request_id for r in self.scheduler.running])
+
     def _running(self) -> Running:
         """In order of admission: vLLM appends to `running`."""
-        requests = self.scheduler.running
+        requests, told = self.scheduler.running, self._told()
         return Running(
             kv_tokens=np.array([r.num_tokens for r in requests]),
             generated=np.array([r.num_output_tokens for r in requests]),
@@ -202,6 +210,8 @@ class Lookahead:
                     for r in requests
                 ]
             ),
+            ends=None if told is None else self.predictions.calibrated(told),
+            ends_at=None if told is None else told.at,
         )
 
     def _project(self, running: Running) -> Outlook:
@@ -216,14 +226,15 @@ class Lookahead:
         outlook = self.memory.project(running, acceptance)
         if self.journal is not None:
             arrays = (running.kv_tokens, running.generated, running.max_tokens, running.protected)
-            self.journal.append(
-                {
-                    "outlook": outlook.upper.tolist(),
-                    "running": _lists(*arrays),
-                    "capacity": self.memory.capacity,
-                    "acceptance": acceptance,
-                }
-            )
+            entry = {
+                "outlook": outlook.upper.tolist(),
+                "running": _lists(*arrays),
+                "capacity": self.memory.capacity,
+                "acceptance": acceptance,
+            }
+            if running.ends is not None:
+                entry["told"] = self._told().described()
+            self.journal.append(entry)
         return outlook
 
     def _shared(self, request: Any) -> int:
@@ -237,10 +248,38 @@ class Lookahead:
 
     # -- what comes back ---------------------------------------------------------------------------
 
-    def ended(self, output_tokens: int) -> None:
-        self.memory.lengths.observe(output_tokens)
+    def hear(self, scheduler_output: Any, output: Any) -> None:
+        """What the length predictor said of the rows of a step whose token counts; before vLLM
+        takes the tokens in, so that the answer is as long as the predictor saw it.
+
+        output: the step's SpexisOutput (engine/outputs.py), or vLLM's own without predictions.
+        """
+        ends = getattr(output, "ends", None)
+        if ends is None:
+            return
+        begin = time.perf_counter()
+        said, row_of, tokens = rounded(ends), output.req_id_to_index, output.sampled_token_ids
+        for req_id in scheduler_output.spexis_rows:
+            request, row = self.scheduler.requests.get(req_id), row_of[req_id]
+            if not tokens[row] or request is None or request.is_finished():
+                continue
+            if not request.num_stale_output_tokens:  # else it was preempted since
+                self.predictions.note(req_id, request.num_output_tokens, said[row])
+        self.seconds += time.perf_counter() - begin
+
+    def ended(self, request: Any) -> None:
+        """The request leaves. What was aborted says nothing about when answers end."""
+        if request.status is RequestStatus.FINISHED_ABORTED:
+            self.predictions.forget(request.request_id)
+            return
+        begin = time.perf_counter()
+        length = request.num_output_tokens
+        limit = min(request.max_tokens, self.scheduler.max_model_len - request.num_prompt_tokens)
+        self.memory.lengths.observe(length)
+        learnt = self.predictions.ended(request.request_id, length, limit)
         if self.journal is not None:
-            self.journal.append({"ended": output_tokens})
+            self.journal.append({"ended": length, **({"learnt": learnt} if learnt else {})})
+        self.seconds += time.perf_counter() - begin
         # Not the outlook: it is renewed because there is one less in `running`.
 
     def take_journal(self) -> list[dict[str, Any]]:

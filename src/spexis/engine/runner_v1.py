@@ -7,6 +7,7 @@ path is the two methods below. One step, on the first, a middle and the last sta
     execute_model   first:   apply verdicts -> forward -> hand on -> drafter guesses
                     middle:  positions and tokens from the data sent along -> forward
                     last:    the same -> logits -> judge rows
+                    second:  length predictor, where there is one, on the state received
     sample_tokens   last:    sample -> verdict to the first stage and to the scheduler
 
 Invariant: positions and tokens of decode rows come from the first stage's device state
@@ -21,19 +22,22 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.sequence import IntermediateTensors
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 from spexis.config import SpexisConfig
 from spexis.drafters.base import DraftRows, load_drafter
 from spexis.engine.channel import VerdictChannel
+from spexis.engine.outputs import SpexisOutput
 from spexis.engine.seeds import SeededDraws
-from spexis.engine.selector import HELD_KEY, DraftSelector, SpexisOutput
+from spexis.engine.selector import HELD_KEY, DraftSelector
 from spexis.engine.timeline import Timeline
 from spexis.engine.verdict import FirstStage, LastStage, Plan, SlotTable, is_due
 from spexis.guards import check_sources
+from spexis.lengths.engine import StagePredictor
 
 SENT_KEYS = ("spexis_positions", "spexis_tokens")  # travel with the hidden states
+ENDS_KEY = "spexis_ends"  # likewise from the second stage on, where a length predictor runs
 
 
 @dataclass(slots=True)
@@ -77,6 +81,7 @@ class Pending:
     good: torch.Tensor  # [R] bool
     sent_tokens: torch.Tensor  # [R] decode rows' input tokens
     positions: torch.Tensor  # [R] of the tokens about to be sampled
+    ends: torch.Tensor | None  # [R, 5] of the length predictor
 
 
 class SpexisV1Mixin:
@@ -106,6 +111,7 @@ class SpexisV1Mixin:
         self.spexis_drafter = load_drafter(self.spexis_config.drafter, self)  # None in between
         state_size = self.spexis_drafter.state_size if self.spexis_drafter else 0
         self.verdicts = VerdictChannel(self.pp, state_size, self.model_config.dtype)
+        self.length_predictor = StagePredictor.load(self)  # None but on the second stage
         self.selector = DraftSelector.build(self)  # None but on the first stage of "sp-alpha"
 
     def prompt_token_ids(self, req_id: str) -> list[int]:
@@ -194,6 +200,7 @@ class SpexisV1Mixin:
         start = torch.where(rows.is_prefill, rows.num_computed, start)
         last = self._prepare_device_inputs(rows, start, token)
         positions = start + rows.num_scheduled  # of the tokens that this step samples
+        ends = self._ends(rows, last, positions, intermediate_tensors)
         with self._forward_context(rows):
             output = self._forward(rows, intermediate_tensors)
             if self.pp.is_last_rank:
@@ -202,14 +209,27 @@ class SpexisV1Mixin:
                     rows.slots, start, token, rows.is_prefill, rows.samples
                 )
                 self.pending = Pending(
-                    scheduler_output, rows, logits, output, last, good, token, positions
+                    scheduler_output, rows, logits, output, last, good, token, positions, ends
                 )
                 return None
             # Hand on before drafting: the next stage starts while the drafter runs.
-            self._send_to_next_stage(output, start, token, rows)
+            self._send_to_next_stage(output, start, token, rows, ends)
             if self.pp.is_first_rank:
                 self._draft(rows, output, last, start, token, positions)
         return None
+
+    def _ends(self, rows: StepRows, last, positions, received) -> torch.Tensor | None:
+        """[R, 5] what the length predictor says of each row's last token, a good one or not.
+
+        Before the layers run: they may work on the received state in place.
+        """
+        if self.length_predictor is None:
+            return None if received is None else received.tensors.get(ENDS_KEY)
+        prompt_len = self.input_batch.num_prompt_tokens[: len(rows.req_ids)].astype(np.int64)
+        answered = rows.of_ran(positions - self._to_device(prompt_len))
+        state = received["hidden_states"], received["residual"]
+        exit_rows = self.length_predictor.read(*state, last, answered)
+        return _spread(self.length_predictor.ends(exit_rows), rows)
 
     def _draft(self, rows: StepRows, output, last, start, token, positions) -> None:
         of_ran = rows.of_ran
@@ -281,7 +301,7 @@ class SpexisV1Mixin:
             if states is not None:
                 self.spexis_drafter.observe(plan.slots, plan.positions, tokens, alive, states)
 
-    def _send_to_next_stage(self, output: IntermediateTensors, start, token, rows) -> None:
+    def _send_to_next_stage(self, output: IntermediateTensors, start, token, rows, ends) -> None:
         for handle in self.pp_sends:
             handle.wait()
         output.tensors.update(zip(SENT_KEYS, (start, token), strict=True))
@@ -289,6 +309,8 @@ class SpexisV1Mixin:
             held = torch.ones(len(rows.req_ids), dtype=torch.bool)
             held[rows.ran] = False
             output.tensors[HELD_KEY] = held
+        if ends is not None:
+            output.tensors[ENDS_KEY] = ends
         self.pp_sends = self.pp.isend_tensor_dict(output.tensors, all_gather_group=get_tp_group())
 
     def _prepare_host_inputs(self, rows: StepRows) -> None:
@@ -391,7 +413,7 @@ class SpexisV1Mixin:
         """[R, V]; of held rows zeros, whose samples count for nothing."""
         return _spread(self.model.compute_logits(hidden_states[last]), rows)
 
-    def _runner_output(self, step: Pending, sampled, verdict) -> ModelRunnerOutput:
+    def _runner_output(self, step: Pending, sampled, verdict) -> SpexisOutput:
         batch, rows = self.input_batch, step.rows
         held = frozenset()
         if rows.ran is not None:
@@ -412,6 +434,7 @@ class SpexisV1Mixin:
                 step.hidden_states[: step.rows.num_tokens],
                 step.scheduler_output.num_scheduled_tokens,
             ),
+            ends=step.ends.numpy() if step.ends is not None else None,
         )
 
 

@@ -11,6 +11,7 @@ what a row must show to count. One step:
                    last:    vLLM's step
     sample_tokens  first:   (hidden states are on their way) draft -> guesses advance the state
                    last:    sample -> judge rows -> verdict -> vLLM's bookkeeping of good rows
+                            -> length predictor, where there is one and the stage is the second
 
 Invariants: nothing here waits for the device; no index has a size that depends on data; all
 state is preallocated; discarded rows reach vLLM's bookkeeping as num_sampled = 0 and
@@ -30,9 +31,11 @@ from spexis.drafters.base import load_drafter
 from spexis.engine import kernels
 from spexis.engine.transfer import ROWS, FixedTransfer, Schema, agree
 from spexis.engine.v2_drafter import DrafterMixin
+from spexis.engine.v2_ends import AsyncEnds
 from spexis.engine.v2_handler import VerdictHandler
 from spexis.engine.verdict import FirstStage, LastStage
 from spexis.guards import check_sources
+from spexis.lengths.engine import ExitRows, StagePredictor
 
 logger = init_logger("vllm.spexis.runner_v2")
 
@@ -55,6 +58,7 @@ class SpexisV2Mixin(DrafterMixin):
         self.stage_output: IntermediateTensors | None = None
         self.prompts: dict[str, list[int]] = {}
         self.transfer: FixedTransfer | None = None
+        self.exit_rows: ExitRows | None = None  # of this step, for the length predictor
         self._share_request_states()
         if self.spexis_config.timeline_log:
             logger.warning("spexis.timeline_log is recorded by the V1 (CPU) runner only")
@@ -78,9 +82,11 @@ class SpexisV2Mixin(DrafterMixin):
         super().load_model(*args, **kwargs)
         with DeviceMemoryProfiler() as memory:
             self.spexis_drafter = load_drafter(self.spexis_config.drafter, self)
+            self.length_predictor = StagePredictor.load(self)  # None but on the second stage
         state_size = self.spexis_drafter.state_size if self.spexis_drafter else 0
-        if self.pp.is_first_rank:
+        if self.pp.is_first_rank or self.length_predictor is not None:
             self.model_memory_usage += memory.consumed_memory
+        if self.pp.is_first_rank:
             self.drafter_bytes["weights"] = memory.consumed_memory
             self.plan_draft_graphs()
         # Middle stages hold no drafter but take part in the broadcast.
@@ -147,7 +153,7 @@ class SpexisV2Mixin(DrafterMixin):
     def execute_model(
         self, scheduler_output, intermediate_tensors=None, dummy_run=False, *args, **kwargs
     ):
-        self.sent = self.stage_output = self.batch_desc = None
+        self.sent = self.stage_output = self.batch_desc = self.exit_rows = None
         self.received = intermediate_tensors
         if not dummy_run:
             self._count(scheduler_output)
@@ -190,7 +196,21 @@ class SpexisV2Mixin(DrafterMixin):
         )
         if self.pp.is_first_rank:
             self._begin_rows(batch)
+        elif self.length_predictor is not None:
+            self._read_exit(batch)
         return batch
+
+    def _read_exit(self, batch) -> None:
+        """Before the layers run: they work on the received state in place."""
+        received, num_reqs = self.received.tensors, batch.num_reqs
+        prompt_len = self.req_states.prompt_len.np[batch.idx_mapping_np]
+        prompt_len = async_tensor_h2d(prompt_len, device=self.device, dtype=torch.int64)
+        self.exit_rows = self.length_predictor.read(
+            received["hidden_states"],
+            received["residual"],
+            batch.logits_indices,
+            batch.seq_lens[:num_reqs] - prompt_len,  # of a row that counts its own position's
+        )
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output):
@@ -198,7 +218,12 @@ class SpexisV2Mixin(DrafterMixin):
             batch = self.execute_model_state.input_batch
             self._draft_and_advance()
             self.pp_handler.make_plan(batch, self.num_calls, self.step, self.guess_positions)
-        return super().sample_tokens(grammar_output)
+        output = super().sample_tokens(grammar_output)
+        if output is None or self.exit_rows is None:
+            return output
+        # The verdict is on its way: nobody who waits for it waits for this.
+        ends = self.length_predictor.ends(self.exit_rows)
+        return AsyncEnds(output, ends, self.main_stream, self.output_copy_stream)
 
     def postprocess_num_computed_tokens(self, input_batch) -> None:
         """Called on earlier stages, whose positions come from propose() or with the rows."""

@@ -19,7 +19,6 @@ import time
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import RequestStatus
 
 from spexis.config import SpexisConfig
 from spexis.core.cadence import Cadence
@@ -144,8 +143,8 @@ class SpexisScheduler(AsyncScheduler):
 
     def _free_request(self, request, *args, **kwargs):
         self._forget(request.request_id)
-        if self.lookahead is not None and request.status is not RequestStatus.FINISHED_ABORTED:
-            self.lookahead.ended(request.num_output_tokens)
+        if self.lookahead is not None:
+            self.lookahead.ended(request)
         return super()._free_request(request, *args, **kwargs)
 
     def _forget(self, req_id: str) -> None:
@@ -164,6 +163,8 @@ class SpexisScheduler(AsyncScheduler):
             self.num_verdicts += 1
             tokens = self.counters.tokens
             self._take_back_discarded(scheduler_output, model_runner_output)
+            if self.lookahead is not None:
+                self.lookahead.hear(scheduler_output, model_runner_output)
             self._learn(scheduler_output, self.counters.tokens - tokens)
             self.iteration_log.write(self, scheduler_output)
         return super().update_from_output(scheduler_output, model_runner_output)

@@ -9,7 +9,7 @@
 The choice is made where the confidences are, one step before anybody else could know them, so no
 stage and no scheduler waits for it. A held row travels through the pipeline as a row of no tokens:
 the stages that follow learn from the first which rows those are (HELD_KEY), the scheduler from the
-last (SpexisOutput), and takes their counts back as it does a discarded row's.
+last (outputs.py), and takes their counts back as it does a discarded row's.
 
 Ranks of one stage must choose alike, but measure other times: the first one's choice is sent round.
 
@@ -20,13 +20,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.v1.outputs import ModelRunnerOutput
 
 from spexis.config import SpexisConfig
 from spexis.core.chains import DraftChooser
@@ -34,14 +32,6 @@ from spexis.core.profile_file import ProfileFile
 from spexis.engine.verdict import NO_TOKEN
 
 HELD_KEY = "spexis_held"  # [R] bool, travels with the hidden states
-
-
-@dataclass
-class SpexisOutput(ModelRunnerOutput):
-    """vLLM's, and what the scheduler has to know of held rows."""
-
-    held: frozenset[str] = frozenset()
-    """Requests whose row did not run in this step."""
 
 
 class DraftSelector:
