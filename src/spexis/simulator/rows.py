@@ -11,8 +11,9 @@ the true token. The draft made from a valid row may be wrong: then what the requ
 is wasted, and it restarts with the true token at j+N. A request that holds its draft back keeps the
 rows it has in flight; when the last of them returned its next token is known.
 
-Invariant: arrays are dense, index 0..size-1; a request's index changes only in remove(). Only
-`reported` values reach policies; whether a draft is right stays in here until its verdict.
+Invariant: arrays are dense, index 0..size-1; a request's index changes only in remove(). Every
+begin_step() is followed by one feed(), unless nobody is there. Only `reported` values reach
+policies; whether a draft is right stays in here until its verdict.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ class Rows:
         n = num_stages
         self.request = np.zeros(capacity, np.int64)
         self.prompt = np.zeros(capacity, np.int64)
-        self.need = np.zeros(capacity, np.int64)  # tokens of the whole answer
-        self.committed = np.zeros(capacity, np.int64)  # of them returned
+        self.end = np.zeros(capacity, np.int64)  # prompt and the whole answer
+        self.held = np.zeros(capacity, np.int64)  # prompt, and answer as far as it returned
         self.blocks = np.zeros(capacity, np.int64)  # KV blocks held
         self.admitted = np.zeros(capacity, np.int64)  # number in the order of admission
         self.last_fed = np.zeros(capacity, np.int64)  # step of the newest row
-        self.restart_at = np.zeros(capacity, np.int64)
         self.broken = np.zeros(capacity, bool)  # behind a wrong draft, verdict pending
         self.restarted = np.zeros(capacity, bool)  # the verdict gave the next input
         # By step % N, of the rows in flight:
         self.confidence = np.ones((n, capacity), np.float32)  # of the draft each row made
         self.valid = np.zeros((n, capacity), bool)
-        self.right = np.zeros((n, capacity), bool)
+        self.right = np.zeros((n, capacity), bool)  # kept with a calibration only
+        self.wrong = np.zeros((n, capacity), bool)  # valid, and its draft is wrong
         self.num_rows = self.num_wasted = self.num_drafts = self.num_accepted = 0
         # With a calibration: reported confidences by step % N, and hooks (serving.py).
         self.reported = np.ones((n, capacity), np.float32)
@@ -51,16 +52,20 @@ class Rows:
     _PER_REQUEST = (
         "request",
         "prompt",
-        "need",
-        "committed",
+        "end",
+        "held",
         "blocks",
         "admitted",
         "last_fed",
-        "restart_at",
         "broken",
         "restarted",
     )
-    _PER_ROW = ("confidence", "reported", "valid", "right")
+    _PER_ROW = ("confidence", "reported", "valid", "right", "wrong")
+
+    @property
+    def committed(self) -> np.ndarray:
+        """[capacity] tokens of the answer that returned."""
+        return self.held - self.prompt
 
     def add(
         self,
@@ -77,38 +82,40 @@ class Rows:
             self._grow()
         i, slot = self.size, step % self.num_stages
         self.size += 1
-        self.request[i], self.prompt[i], self.need[i] = request, prompt, need
-        self.committed[i], self.last_fed[i] = committed, step
+        self.request[i], self.prompt[i], self.end[i] = request, prompt, prompt + need
+        self.held[i], self.last_fed[i] = prompt + committed, step
         self.blocks[i], self.admitted[i] = blocks, admitted
         self.restarted[i] = False
-        self.confidence[:, i], self.valid[:, i] = 1.0, False
+        self.confidence[:, i], self.valid[:, i], self.wrong[:, i] = 1.0, False, False
         reported, right = self.drafts.take(1)
         confidence = reported if self.calibrate is None else self.calibrate(reported)
         self.confidence[slot, i], self.right[slot, i] = confidence[0], right[0]
         self.reported[slot, i] = reported[0]
         self.valid[slot, i] = True
-        self.broken[i], self.restart_at[i] = not right[0], step + self.num_stages
+        self.broken[i] = self.wrong[slot, i] = not right[0]
 
     def begin_step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Verdicts of the step N before. Returns ([size] bool token returned, indices finished)."""
         b, slot = self.size, step % self.num_stages
         token = self.valid[slot, :b].copy()
-        self.committed[:b] += token
+        held = self.held[:b]
+        held += token
         if self.calibrate is not None:
             # (request index, reported confidence, right) of the drafts whose truth is now known
             where = np.flatnonzero(token)
             self.judged = (where, self.reported[slot, where], self.right[slot, where])
         self.valid[slot, :b] = False
         self.confidence[slot, :b] = 1.0
-        broken = self.broken[:b]
-        back = broken & (self.restart_at[:b] <= step)
+        # Those whose draft of N steps ago was wrong go on from the truth.
+        back = self.wrong[slot, :b]
         if back.any():
             # putmask is several times as fast as an index of booleans at these sizes.
-            for confidence in self.confidence:
-                np.putmask(confidence[:b], back, 1.0)
-            broken ^= back
+            for other, confidence in enumerate(self.confidence):
+                if other != slot:
+                    np.putmask(confidence[:b], back, 1.0)
+            self.broken[:b] ^= back
             self.restarted[:b] |= back
-        return token, (self.committed[:b] >= self.need[:b]).nonzero()[0]
+        return token, (held >= self.end[:b]).nonzero()[0]
 
     def known(self, step: int) -> np.ndarray:
         """[size] bool: the next input is the true token, not a draft."""
@@ -128,25 +135,23 @@ class Rows:
         b, slot = self.size, step % self.num_stages
         confidence, right = self.drafts.take(b)
         if self.calibrate is not None:
-            self.reported[slot, :b] = confidence
+            self.reported[slot, :b], self.right[slot, :b] = confidence, right
             confidence = self.calibrate(confidence)
-        if run is None:
-            count = b
-            valid = ~self.broken[:b]
+        count = b if run is None else int(np.count_nonzero(run))
+        valid = self.valid[slot, :b]
+        if count == b:
+            np.logical_not(self.broken[:b], out=valid)
             self.confidence[slot, :b] = confidence
             self.last_fed[:b] = step
             self.restarted[:b] = False
         else:
-            count = int(np.count_nonzero(run))
-            valid = run > self.broken[:b]  # run and not broken
+            np.greater(run, self.broken[:b], out=valid)  # run and not broken
             np.copyto(self.confidence[slot, :b], confidence, where=run)
             np.putmask(self.last_fed[:b], run, step)
-            self.restarted[:b] &= ~run
-        self.valid[slot, :b] = valid
-        self.right[slot, :b] = right
-        wrong = valid > right
+            restarted = self.restarted[:b]
+            np.greater(restarted, run, out=restarted)  # and did not run
+        wrong = np.greater(valid, right, out=self.wrong[slot, :b])
         self.broken[:b] |= wrong
-        np.putmask(self.restart_at[:b], wrong, step + self.num_stages)
         useful = int(np.count_nonzero(valid))
         self.num_rows += count
         self.num_wasted += count - useful

@@ -152,7 +152,7 @@ class Serving:
         if len(finished):
             self._finish(finished, now)
         held = self._blocks_for_rows()
-        kv = rows.prompt[: rows.size] + rows.committed[: rows.size]
+        kv = rows.held[: rows.size]
         run = self._which_rows(kv)
         if held is not None:
             run = ~held if run is None else run & ~held
@@ -238,7 +238,7 @@ class Serving:
         for i in finished.tolist():
             request = int(rows.request[i])
             self.record.finished(request, now)
-            self.memory.lengths.observe(int(rows.need[i]))
+            self.memory.lengths.observe(int(rows.end[i] - rows.prompt[i]))
             self.free_blocks += int(rows.blocks[i])
         rows.remove(finished)
         self._outlook = self._bonus = None
@@ -285,8 +285,7 @@ class Serving:
     def _missing(self) -> np.ndarray:
         """[size] blocks that each request lacks for its rows in flight and the next one."""
         rows, size, block = self.rows, self.rows.size, self.settings.block_size
-        need = rows.prompt[:size] + rows.committed[:size]
-        need += self.num_stages + block - 1
+        need = rows.held[:size] + (self.num_stages + block - 1)
         if block & (block - 1):
             need //= block
         else:
@@ -323,8 +322,8 @@ class Serving:
 
     def _running(self, order: np.ndarray) -> Running:
         rows = self.rows
-        committed = rows.committed[order]
-        return Running(rows.prompt[order] + committed, committed, self.limit[rows.request[order]])
+        held = rows.held[order]
+        return Running(held, held - rows.prompt[order], self.limit[rows.request[order]])
 
     def _project(self, running: Running | None = None) -> Outlook:
         """Running requests and those whose prompts run."""
@@ -350,10 +349,10 @@ class Serving:
         order = np.argsort(-rows.admitted[indices], kind="stable")
         for i in indices[order].tolist():  # the oldest comes to the front last
             request = int(rows.request[i])
-            self.generated[request] = rows.committed[i]
+            self.generated[request] = rows.held[i] - rows.prompt[i]
             self.free_blocks += int(rows.blocks[i])
             self.record.evictions += 1
-            self.record.recomputed_tokens += int(rows.prompt[i] + rows.committed[i])
+            self.record.recomputed_tokens += int(rows.held[i])
             self.queue.appendleft(request)
         gone = {int(rows.request[i]) for i in indices}
         self.first_due = deque(d for d in self.first_due if d[1] not in gone)
@@ -439,8 +438,7 @@ class Serving:
     def _admit_by_outlook(self, candidates: list[int], tokens: np.ndarray) -> int:
         rows, size = self.rows, self.rows.size
         if self._outlook is None:
-            held = rows.prompt[:size] + rows.committed[:size]
-            everyone = np.concatenate((held, [p.tokens for p in self.prompts], tokens))
+            everyone = np.concatenate((rows.held[:size], [p.tokens for p in self.prompts], tokens))
             if self.memory.surely_fits(everyone, self._acceptance()):
                 return len(candidates)
         if self._outlook is None or self.step - self._outlook_step >= OUTLOOK_EVERY:
