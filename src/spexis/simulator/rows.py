@@ -28,39 +28,34 @@ from spexis.simulator.drafts import DraftSource
 class Rows:
     def __init__(self, num_stages: int, drafts: DraftSource, capacity: int = 64):
         self.num_stages, self.drafts, self.size = num_stages, drafts, 0
-        n = num_stages
-        self.request = np.zeros(capacity, np.int64)
-        self.prompt = np.zeros(capacity, np.int64)
-        self.end = np.zeros(capacity, np.int64)  # prompt and the whole answer
-        self.held = np.zeros(capacity, np.int64)  # prompt, and answer as far as it returned
-        self.blocks = np.zeros(capacity, np.int64)  # KV blocks held
-        self.admitted = np.zeros(capacity, np.int64)  # number in the order of admission
-        self.last_fed = np.zeros(capacity, np.int64)  # step of the newest row
-        self.broken = np.zeros(capacity, bool)  # behind a wrong draft, verdict pending
-        self.restarted = np.zeros(capacity, bool)  # the verdict gave the next input
-        # By step % N, of the rows in flight:
-        self.confidence = np.ones((n, capacity), np.float32)  # of the draft each row made
-        self.valid = np.zeros((n, capacity), bool)
-        self.right = np.zeros((n, capacity), bool)  # kept with a calibration only
-        self.wrong = np.zeros((n, capacity), bool)  # valid, and its draft is wrong
+        # One array a type: a request is moved in three strokes. What is below are views of them.
+        self._counts = np.zeros((7, capacity), np.int64)
+        self._flags = np.zeros((2 + 3 * num_stages, capacity), bool)
+        self._shares = np.ones((2 * num_stages, capacity), np.float32)
+        self._name_views()
         self.num_rows = self.num_wasted = self.num_drafts = self.num_accepted = 0
-        # With a calibration: reported confidences by step % N, and hooks (serving.py).
-        self.reported = np.ones((n, capacity), np.float32)
+        # With a calibration: hooks (serving.py).
         self.calibrate: Callable[[np.ndarray], np.ndarray] | None = None
         self.judged: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
-    _PER_REQUEST = (
-        "request",
-        "prompt",
-        "end",
-        "held",
-        "blocks",
-        "admitted",
-        "last_fed",
-        "broken",
-        "restarted",
-    )
-    _PER_ROW = ("confidence", "reported", "valid", "right", "wrong")
+    def _name_views(self) -> None:
+        n = self.num_stages
+        (
+            self.request,
+            self.prompt,
+            self.held,  # prompt, and answer as far as it returned
+            self.end,  # prompt and the whole answer
+            self.blocks,  # KV blocks held
+            self.admitted,  # number in the order of admission
+            self.last_fed,  # step of the newest row
+        ) = self._counts
+        self.broken = self._flags[0]  # behind a wrong draft, verdict pending
+        self.restarted = self._flags[1]  # the verdict gave the next input
+        # By step % N, of the rows in flight:
+        self.valid, self.wrong, self.right = self._flags[2:].reshape(3, n, -1)
+        """wrong: valid, and its draft is wrong. right: kept with a calibration only."""
+        self.confidence, self.reported = self._shares.reshape(2, n, -1)
+        """Of the draft that each row made: calibrated, and as the drafter said."""
 
     @property
     def committed(self) -> np.ndarray:
@@ -108,13 +103,12 @@ class Rows:
         self.confidence[slot, :b] = 1.0
         # Those whose draft of N steps ago was wrong go on from the truth.
         back = self.wrong[slot, :b]
-        if back.any():
-            # putmask is several times as fast as an index of booleans at these sizes.
-            for other, confidence in enumerate(self.confidence):
-                if other != slot:
-                    np.putmask(confidence[:b], back, 1.0)
-            self.broken[:b] ^= back
-            self.restarted[:b] |= back
+        # putmask is several times as fast as an index of booleans at these sizes.
+        for other, confidence in enumerate(self.confidence):
+            if other != slot:
+                np.putmask(confidence[:b], back, 1.0)
+        self.broken[:b] ^= back
+        self.restarted[:b] |= back
         return token, (held >= self.end[:b]).nonzero()[0]
 
     def known(self, step: int) -> np.ndarray:
@@ -164,18 +158,15 @@ class Rows:
 
     def remove(self, indices: np.ndarray) -> None:
         """Ends these requests, drops what they have in flight; the last ones take their place."""
-        for i in sorted((int(i) for i in indices), reverse=True):
+        for i in sorted(indices.tolist(), reverse=True):
             last = self.size - 1
             if i != last:
-                for name in self._PER_REQUEST:
-                    array = getattr(self, name)
-                    array[i] = array[last]
-                for name in self._PER_ROW:
-                    array = getattr(self, name)
+                for array in (self._counts, self._flags, self._shares):
                     array[:, i] = array[:, last]
             self.size = last
 
     def _grow(self) -> None:
-        for name in (*self._PER_REQUEST, *self._PER_ROW):
+        for name in ("_counts", "_flags", "_shares"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array)), axis=-1))
+        self._name_views()

@@ -158,7 +158,7 @@ class Serving:
             run = ~held if run is None else run & ~held
         count = rows.feed(step, run) if rows.size else 0
         prefill = self._prompt_chunks(self.settings.max_num_batched_tokens - count, now)
-        kv_tokens = float(kv.sum() if run is None else kv[run].sum())
+        kv_tokens = float(np.add.reduce(kv if run is None else kv[run]))
         self.clock.run(step, count, prefill, kv_tokens)
         self.last_rows, self.last_prefill = count, prefill
         self.record.step(
@@ -225,7 +225,7 @@ class Serving:
         if not self.memory_bound or self.settings.memory != "lookahead":
             return None
         if self._bonus is None or len(self._bonus) != self.rows.size or self.step % 8 == 0:
-            running = self._running(np.arange(self.rows.size))
+            running = self._running()
             self._bonus = self.memory.finish_bonus(running, self._pace)
         return self._bonus
 
@@ -251,7 +251,7 @@ class Serving:
         if not size:
             return None
         missing = self._missing()
-        total = int(missing.sum())
+        total = int(np.add.reduce(missing))
         held = None
         if total > self.free_blocks:
             held = self._relieve(missing, total - self.free_blocks)
@@ -320,15 +320,18 @@ class Serving:
         self.record.held_rows += len(relief.hold)
         return held
 
-    def _running(self, order: np.ndarray) -> Running:
+    def _running(self, order: np.ndarray | None = None) -> Running:
+        """order: indices of the requests, None for all of them as they lie."""
         rows = self.rows
+        if order is None:
+            order = slice(rows.size)  # views, that nobody writes to
         held = rows.held[order]
         return Running(held, held - rows.prompt[order], self.limit[rows.request[order]])
 
     def _project(self, running: Running | None = None) -> Outlook:
         """Running requests and those whose prompts run."""
         if running is None:
-            running = self._running(np.arange(self.rows.size))
+            running = self._running()
         if self.prompts:
             requests = np.array([p.request for p in self.prompts])
             running = Running(
@@ -381,7 +384,6 @@ class Serving:
                 break
             for prompt in admitted:
                 self.prompts.append(prompt)
-                self.record.admitted(prompt.request, now)
                 if ran < budget:
                     ran += self._chunk(prompt, budget - ran)
         return ran
@@ -415,7 +417,7 @@ class Serving:
         candidates = [self.queue[i] for i in range(min(CANDIDATES, len(self.queue), room))]
         tokens = self.trace.prompt[candidates] + self.generated[candidates]
         need = (tokens + self.num_stages + settings.block_size - 1) // settings.block_size
-        fit = int(np.searchsorted(np.cumsum(need), self.free_blocks, side="right"))
+        fit = int(need.cumsum().searchsorted(self.free_blocks, side="right"))
         count = fit
         if fit and settings.memory == "lookahead":
             count = min(fit, self._admit_by_outlook(candidates, tokens))
