@@ -159,7 +159,7 @@ class Serving:
         count = rows.feed(step, run) if rows.size else 0
         prefill = self._prompt_chunks(self.settings.max_num_batched_tokens - count, now)
         kv_tokens = float(np.add.reduce(kv if run is None else kv[run]))
-        self.clock.run(step, count, prefill, kv_tokens)
+        self.clock.run(step, count, prefill, kv_tokens, now)
         self.last_rows, self.last_prefill = count, prefill
         self.record.step(
             now,
@@ -439,7 +439,8 @@ class Serving:
 
     def _admit_by_outlook(self, candidates: list[int], tokens: np.ndarray) -> int:
         rows, size = self.rows, self.rows.size
-        if self._outlook is None:
+        # The bound says nothing new where requests wait for memory.
+        if self._outlook is None and not self.memory_bound:
             everyone = np.concatenate((rows.held[:size], [p.tokens for p in self.prompts], tokens))
             if self.memory.surely_fits(everyone, self._acceptance()):
                 return len(candidates)
