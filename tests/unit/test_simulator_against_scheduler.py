@@ -24,6 +24,7 @@ pytestmark = pytest.mark.engine  # no engine starts, but vLLM is imported
 BLOCK_SIZE, STAGES, MAX_SEQS, BUDGET = 32, 2, 16, 256
 LIMIT, MODEL_LEN = 200, 512
 GO_ON, STOP = 1, 2  # tokens
+STEP_SECONDS = 0.01
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -93,7 +94,9 @@ class PretendedPipeline:
         self.scheduler, self.trace, self.acceptance = scheduler, trace, acceptance
         self.random = Random(seed)
         self.broken: dict[str, int] = {}  # request -> the step whose draft was wrong
-        self.num_steps = self.num_rows = self.drafts = self.accepted = 0
+        self.num_steps = self.drafts = self.accepted = 0
+        self.now = 0.0
+        self.free = [0.0] * STAGES
 
     def run(self) -> None:
         from vllm import SamplingParams
@@ -130,18 +133,19 @@ class PretendedPipeline:
             if wrong:
                 self.broken[req_id] = self.num_steps
             rows[req_id] = good, wrong
-            self.num_rows += samples
             self.drafts += good
             self.accepted += good and not wrong
-        rows["step"] = self.num_steps
-        return rows
+        at = self.now
+        for stage in range(STAGES):
+            at = self.free[stage] = max(at, self.free[stage]) + STEP_SECONDS
+        return rows | {"step": self.num_steps, "back": at}
 
     def _answer(self, output, rows) -> None:
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
         result = EMPTY_MODEL_RUNNER_OUTPUT
         if rows:
-            step = rows.pop("step")
+            step, self.now = rows.pop("step"), rows.pop("back")
             tokens = []
             for req_id, (good, _) in rows.items():
                 if self.broken.get(req_id) == step:
@@ -174,7 +178,7 @@ def engine(folder, trace, num_blocks, block, acceptance=0.65, seed=0) -> dict[st
     finally:
         VllmConfig.max_concurrent_batches = stock_steps
     return {
-        "steps": pipeline.num_steps,
+        "seconds": pipeline.now,
         "recomputed": watch.tokens,
         "preempted": sum(watch.preemptions.values()),
         "acceptance": pipeline.accepted / max(pipeline.drafts, 1),
@@ -187,7 +191,7 @@ def simulated(trace, num_blocks, policy, memory, acceptance, seed=0) -> dict[str
             hardware="h",
             model="m",
             layers_per_stage=(1, 1),
-            stages=(StagePoints(points=((1, 0, 0.01), (4096, 0, 0.01))),),
+            stages=(StagePoints(points=((1, 0, STEP_SECONDS),)),),
         )
     )
     settings = Settings(
@@ -201,7 +205,56 @@ def simulated(trace, num_blocks, policy, memory, acceptance, seed=0) -> dict[str
     )
     result = Serving(cost, DraftSource(acceptance, seed=seed), settings).run(trace)
     return {
-        "steps": result.steps,
+        "seconds": result.seconds,
         "recomputed": result.record.recomputed_tokens,
         "preempted": result.record.evictions,
     }
+
+
+SP = {"drafter": {"method": "synthetic", "acceptance": 0.65}}
+FEW = 40  # blocks: about half of what 16 such requests want
+
+
+def test_stock_preempts_and_computes_again_as_simulated(folder):
+    """Nothing is random here, so each run by itself must agree."""
+    for seed in range(3):
+        trace = requests(48, seed)
+        real = engine(folder, trace, FEW, None)
+        run = simulated(trace, FEW, "pp-stock", "stock", 0.0)
+        assert real["preempted"] >= 0.4 * len(trace)
+        assert run["preempted"] == pytest.approx(real["preempted"], abs=1)
+        assert run["recomputed"] == pytest.approx(real["recomputed"], rel=0.02)
+        assert run["seconds"] == pytest.approx(real["seconds"], rel=0.01)
+
+
+def test_stock_forms_its_micro_batches_as_simulated(folder):
+    """Where memory is ample, and requests wait for a place."""
+    trace = requests(48, 7)
+    real = engine(folder, trace, 400, None)
+    run = simulated(trace, 400, "pp-stock", "stock", 0.0)
+    assert run["preempted"] == real["preempted"] == 0
+    assert run["seconds"] == pytest.approx(real["seconds"], abs=2 * STEP_SECONDS)
+
+
+@pytest.mark.parametrize(("num_blocks", "lookahead"), [(400, False), (FEW, False), (FEW, True)])
+def test_speculation_takes_as_long_and_computes_as_much_again_as_simulated(
+    folder, num_blocks, lookahead
+):
+    """Which drafts are right differs, so sums over several runs are compared."""
+    real, run = [], []
+    for seed in range(4):
+        trace = requests(48, seed)
+        found = engine(folder, trace, num_blocks, {**SP, "lookahead": lookahead}, seed=seed)
+        real.append(found)
+        memory = "lookahead" if lookahead else "stock"
+        for more in range(3):
+            args = (trace, num_blocks, "sp", memory, found["acceptance"], 10 * seed + more)
+            run.append(simulated(*args))
+    mean = {key: np.mean([r[key] for r in run]) for key in run[0]}
+    wanted = {key: np.mean([r[key] for r in real]) for key in run[0]}
+    assert mean["seconds"] == pytest.approx(wanted["seconds"], rel=0.04)
+    if lookahead:
+        assert max(mean["preempted"], wanted["preempted"]) < 1
+    else:
+        assert mean["recomputed"] == pytest.approx(wanted["recomputed"], rel=0.12)
+        assert (wanted["preempted"] > 15) == (num_blocks == FEW)

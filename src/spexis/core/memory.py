@@ -37,6 +37,7 @@ from spexis.core.lengths import Growth, LengthModel
 HORIZONS = np.array((1, 8, 32, 64, 128, 256))
 QUANTILE = 1.645  # standard deviations: 95 %
 BLOCK_SIZE = 16
+MOST_PREEMPTIONS = 2  # of one request, as long as there is another choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spexis.core.law import acceptance_for
-from spexis.core.memory import MemoryLookahead, Outlook, Running
+from spexis.core.memory import MOST_PREEMPTIONS, MemoryLookahead, Outlook, Running
 from spexis.core.pace import Pace
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 OUTLOOK_EVERY = 8  # steps
 CANDIDATES = 8  # of the queue, looked at together
-MOST_PREEMPTIONS = 2  # of one request, as long as there is another choice
 
 
 class Lookahead:

@@ -40,7 +40,7 @@ class PipelineClock:
         kv_tokens: float,
         begin: float | None = None,
     ) -> float:
-        """begin: what next_begin() said, if the caller has asked. Returns when the verdict is back."""
+        """begin: what next_begin() said, if it was asked. Returns when the verdict is back."""
         at = begin = self.next_begin(step) if begin is None else begin
         empty = rows + prefill_tokens == 0
         link = 0.0 if empty else self.cost.link(rows + prefill_tokens)
