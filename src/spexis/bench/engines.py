@@ -76,6 +76,8 @@ class Work:
     prepare: dict | None = None
     """{"drafter": block} or {"trust_guesses": {}}: what driver.PREPARE does to the workers first.
     Another drafter this way saves the start of another engine."""
+    watch_steps: bool = False
+    """Also bring what was in each step (step_watch.py), as "step_log"."""
 
 
 @dataclass(kw_only=True, slots=True)

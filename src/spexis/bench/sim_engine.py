@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator against the engine: the same requests through both, on a CPU (for sim_check.py).
+
+    check = EngineCheck(folder=folder)
+    rows = check.run()          # one row a setting: measured, simulated, what is off (sim_compare.py)
+
+The demo model at PP=2. Each engine first runs other requests that arrive otherwise: the calibration
+of the setting behind it. Fitted to the profile of one stage alone and to that calibration are stage
+times, link and host (sim_fit.py). Taken as they are: arrivals, prompt lengths, the lengths that the
+answers had, the drafts' acceptance as counted, KV blocks and limits, lengths of answers given
+before. Nothing is fitted to a setting's times or preemptions.
+
+Invariant: answers end by a stop token that a reference run found, so neither the engine's policies
+nor the simulated ones know their lengths beforehand; one engine runs at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spexis.bench import profile as profile_command
+from spexis.bench import sim_fit
+from spexis.bench.engines import EngineSpec, Work, run_engine, write_oracle_file
+from spexis.bench.memory import LIMIT, SLACK, draw_lengths, stop_position
+from spexis.bench.prompts import BUILT_IN, chat_token_ids
+from spexis.bench.sim_compare import (
+    AMPLE,
+    BLOCK_SIZE,
+    BUDGET,
+    MAX_LEN,
+    MAX_SEQS,
+    QUICK,
+    SETTINGS,
+    STAGES,
+    Setting,
+    compared,
+    simulate,
+    together,
+)
+from spexis.core.profile_file import ProfileFile
+from spexis.core.stage_profile import StageProfile
+from spexis.engine.timeline import STOCK_TIMELINE_ENV
+from spexis.simulator import trace as traces
+from spexis.simulator.trace import Trace
+
+CALIBRATION_RATE = 2.0  # requests a second, unlike any setting's
+
+
+@dataclass(slots=True)
+class Request:
+    prompt: list[int]
+    stop: int
+    answer: list[int]
+    """What the reference gave, up to and with the stop token."""
+
+
+@dataclass(kw_only=True)
+class EngineCheck:
+    folder: Path
+    """For the profile, timelines and the oracle's file."""
+    quick: bool = False
+    requests: int = 48
+    calibration: int = 16
+    trace: str | None = None
+    """CSV of the Azure LLM inference traces: lengths and arrivals from there."""
+    settings: Sequence[Setting] = SETTINGS
+    note: Callable[[str], object] = print
+    """Takes a line about what is going on."""
+    described: dict[str, Any] = field(default_factory=dict)
+    """What the simulator was fitted to, for the result file."""
+
+    def __post_init__(self) -> None:
+        from spexis.demo_model import demo_model_dir
+
+        self.model = demo_model_dir()
+        self.gaps = None
+        if self.trace:
+            gaps = np.diff(traces.load(self.trace).arrival)
+            self.gaps = gaps / gaps.mean()
+        if self.quick:
+            self.settings = [s for s in self.settings if s.name in QUICK]
+            self.requests, self.calibration = 12, 8
+
+    @property
+    def num_steps(self) -> int:
+        """Of run(), for a progress bar: profile, reference, engines."""
+        return 2 + len({s.engine for s in self.settings})
+
+    def run(self, progress: Callable[[], object] = lambda: None) -> list[dict[str, Any]]:
+        self.note("profile of one stage")
+        profile = self.profile()
+        progress()
+        self.note("reference answers")
+        pool, reference = self.pool()
+        progress()
+        rows = []
+        for engine in dict.fromkeys(s.engine for s in self.settings):
+            settings = [s for s in self.settings if s.engine == engine]
+            self.note(f"engine for {', '.join(s.name for s in settings)}")
+            rows += self.measure(settings, pool, reference, profile)
+            progress()
+        order = [s.name for s in self.settings]
+        return sorted(rows, key=lambda row: order.index(row["setting"]))
+
+    # -- what the simulator is fitted to -----------------------------------------------------------
+
+    def profile(self) -> StageProfile:
+        """By `spexis profile` of the same model: one stage alone on one core."""
+        path = self.folder / "profile.json"
+        batches, contexts, repeats = ("1", "4", "8", "16"), ("64", "192"), "2"
+        if self.quick:
+            batches, contexts, repeats = ("1", "8", "16"), ("64",), "1"
+        arguments = [
+            *(self.model, "--batches", *batches, "--contexts", *contexts, "--tokens", "12"),
+            *("--repeats", repeats, "--no-links", "--drafter-layers", "0", "--device", "cpu"),
+            *("--output", str(path)),
+        ]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            code = profile_command.main(arguments)
+        if code:
+            raise RuntimeError(f"spexis profile ended with {code}:\n{printed.getvalue()}")
+        file = ProfileFile.load(path)
+        self.described["profile"] = {"command": arguments[1:-2], "points": file.block["points"]}
+        return file.stage_profile()
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def pool(self) -> tuple[list[Request], str]:
+        """(requests of all runs, file for the oracle). Calibration's come first."""
+        rng = random.Random(0)
+        count = self.calibration + self.requests
+        # Half of bench-memory's lengths: of the Azure trace's, prompts by 1/16, answers by 1/4.
+        drawn = draw_lengths(rng, count, self.trace)
+        lengths = [(max(prompt // 2, 4), max(answer // 2, 2)) for prompt, answer in drawn]
+        pieces = chat_token_ids(self.model, list(BUILT_IN))
+        prompts = []
+        for length, _ in lengths:
+            tokens: list[int] = []
+            while len(tokens) < length:
+                tokens += rng.choice(pieces)
+            prompts.append(tokens[-length:])
+        rows = [
+            {
+                "prompt_token_ids": prompt,
+                "params": {"max_tokens": answer + SLACK, "ignore_eos": True},
+            }
+            for prompt, (_, answer) in zip(prompts, lengths, strict=True)
+        ]
+        spec = EngineSpec(model=self.model, options=options(AMPLE))
+        results = self.start(spec, [Work(name="reference", rows=rows)])
+        pool = []
+        for row, (_, wanted) in zip(results["reference"]["rows"], lengths, strict=True):
+            tokens = row["outputs"][0]["token_ids"]
+            end = stop_position(tokens, wanted)
+            pool.append(Request(row["prompt_token_ids"], tokens[end], tokens[: end + 1]))
+        return pool, write_oracle_file(self.folder / "reference.jsonl", results)
+
+    def rows(self, pool: Sequence[Request], rate: float | None, seed: int) -> list[dict]:
+        """These requests in an order of their own, as the engine's driver wants them."""
+        rng, at, rows = random.Random(seed), 0.0, []
+        first = 0 if self.gaps is None else rng.randrange(len(self.gaps) - len(pool))
+        for i, request in enumerate(rng.sample(pool, len(pool))):
+            rows.append(
+                {
+                    "prompt_token_ids": request.prompt,
+                    "arrive_seconds": at,
+                    "answer": request.answer,
+                    "params": {
+                        "max_tokens": LIMIT,
+                        "ignore_eos": True,
+                        "stop_token_ids": [request.stop],
+                    },
+                }
+            )
+            if rate:
+                gap = rng.expovariate(1.0) if self.gaps is None else float(self.gaps[first + i])
+                at += gap / rate
+        return rows
+
+    # -- engine and simulator ----------------------------------------------------------------------
+
+    def measure(
+        self,
+        settings: Sequence[Setting],  # of one engine
+        pool: Sequence[Request],
+        reference: str,
+        profile: StageProfile,
+    ) -> list[dict[str, Any]]:
+        first = settings[0]
+        timeline = str(self.folder / f"{first.name}.timeline")
+        block = {"lookahead": first.lookahead, "timeline_log": timeline} if first.drafter else {}
+        spec = EngineSpec(
+            model=self.model,
+            stages=STAGES,
+            drafter=_drafter(first.drafter, reference),
+            settings=block,
+            options=options(first.blocks),
+        )
+        others, tested = pool[: self.calibration], pool[self.calibration :]
+        plan = [("warm", self.rows(others[:6], None, 0), None)]
+        for setting in settings:
+            swap = None
+            if setting.drafter != first.drafter:
+                swap = {"drafter": _drafter(setting.drafter, reference)}
+            rows = self.rows(others, CALIBRATION_RATE, 100 + setting.seed)
+            plan.append((f"calibrate {setting.name}", rows, swap))
+            for number in range(setting.rounds):
+                rows = self.rows(tested, setting.rate, 1000 * number + setting.seed)
+                plan.append((f"{setting.name} {number + 1}", rows, None))
+        work = [
+            Work(name=name, rows=rows, prepare=prepare, watch_steps=True)
+            for name, rows, prepare in plan
+        ]
+        with _stock_timeline(timeline if first.drafter is None else None):
+            results = self.start(spec, work)
+        found, ended, measured, simulated = [], [], [], []
+        settings_left, fitted = list(settings), None
+        for name, rows, _ in plan:
+            result = results[name]
+            if name.startswith("calibrate"):
+                setting = settings_left.pop(0)
+                runs = sim_fit.stage_runs(timeline, result["step_log"], STAGES)
+                fitted = sim_fit.fit(profile, runs)
+                self.described[setting.name] = fitted.described()
+                measured, simulated = [], []
+            elif fitted is not None:
+                measured.append(figures(rows, result))
+                simulated.append(self.predicted(setting, rows, result, fitted, ended))
+                if len(measured) == setting.rounds:
+                    found.append(compared(setting.name, together(measured), together(simulated)))
+            ended += [len(answer) for answer in _answers(result)]
+        return found
+
+    def predicted(self, setting, rows, result, fitted, ended) -> dict[str, float]:
+        counters = result["counters"]
+        trace = Trace.of(
+            setting.name,
+            [row["arrive_seconds"] for row in rows],
+            [len(row["prompt_token_ids"]) for row in rows],
+            [len(answer) for answer in _answers(result)],
+        )
+        acceptance = None
+        if setting.drafter is not None:
+            acceptance = counters["accepted"] / max(counters["drafts"], 1)
+        return simulate(
+            setting,
+            trace,
+            blocks=result["num_blocks"] - 1,  # one is vLLM's null block
+            acceptance=acceptance,
+            cost=fitted.cost,
+            ended=ended,
+        )
+
+    def start(self, spec: EngineSpec, work: list[Work]) -> dict[str, dict]:
+        def show(event: dict) -> None:
+            if event["event"] == "result":
+                self.note(f"{event['name']}: done")
+
+        run = run_engine(spec, work, on_event=show, timeout=1500.0)
+        if run.error:
+            raise RuntimeError(run.error)
+        return run.results
+
+
+def figures(rows: Sequence[dict], result: dict) -> dict[str, float]:
+    """What the engine did with these rows."""
+    answers = _answers(result)
+    return {
+        "seconds": result["seconds"],
+        "tokens": sum(map(len, answers)),
+        "prompt_tokens": sum(len(row["prompt_token_ids"]) for row in rows),
+        "recomputed_tokens": result["recomputed_tokens"],
+        "preemptions": sum(result["preempted"]),
+        "drafts": result["counters"].get("drafts", 0),
+        "accepted": result["counters"].get("accepted", 0),
+        "different": sum(a != row["answer"] for a, row in zip(answers, rows, strict=True)),
+    }
+
+
+def _answers(result: dict) -> list[list[int]]:
+    return [row["outputs"][0]["token_ids"] for row in result["rows"]]
+
+
+def options(blocks: int) -> dict[str, Any]:
+    return {
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": MAX_SEQS,
+        "max_num_batched_tokens": BUDGET,
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": blocks,
+        # The simulator has none; it would give back part of what is computed again.
+        "enable_prefix_caching": False,
+    }
+
+
+def _drafter(block: dict | None, reference: str) -> dict | None:
+    return {**block, "reference": reference} if block and block["method"] == "oracle" else block
+
+
+@contextlib.contextmanager
+def _stock_timeline(path: str | None) -> Iterator[None]:
+    """Stock workers record their steps where this variable says so; engines inherit it."""
+    if path is None:
+        yield
+        return
+    os.environ[STOCK_TIMELINE_ENV] = path
+    try:
+        yield
+    finally:
+        del os.environ[STOCK_TIMELINE_ENV]
