@@ -2,7 +2,7 @@
 """The simulator against the engine: the same requests through both, on a CPU (for sim_check.py).
 
     check = EngineCheck(folder=folder)
-    rows = check.run()          # one row a setting: measured, simulated, what is off (sim_compare.py)
+    rows = check.run()          # sim_compare.compared() for each setting
 
 The demo model at PP=2. Each engine first runs other requests that arrive otherwise: the calibration
 of the setting behind it. Fitted to the profile of one stage alone and to that calibration are stage
