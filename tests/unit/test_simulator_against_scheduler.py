@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from spexis.bench.recompute import Recomputed
+from spexis.bench.step_watch import StepWatch
 from spexis.core.cost_model import CostModel
 from spexis.core.stage_profile import StagePoints, StageProfile
 from spexis.simulator.drafts import DraftSource
@@ -234,6 +235,22 @@ def test_stock_forms_its_micro_batches_as_simulated(folder):
     run = simulated(trace, 400, "pp-stock", "stock", 0.0)
     assert run["preempted"] == real["preempted"] == 0
     assert run["seconds"] == pytest.approx(real["seconds"], abs=2 * STEP_SECONDS)
+
+
+def test_a_watch_tells_what_was_in_each_step(folder):
+    trace, scheduler = requests(24, 3), make_scheduler(folder, FEW, None)
+    again, watch = Recomputed.on(scheduler), StepWatch.on(scheduler)
+    pipeline = PretendedPipeline(scheduler, trace, 0.0, 0)
+    pipeline.run()
+    steps = watch.take()
+    preempted = sum(again.preemptions.values())
+    assert preempted > 5 and [s.number for s in steps] == list(range(1, pipeline.num_steps + 1))
+    # Each prompt, first or again, gives a token of its own.
+    rows = trace.output.sum() - len(trace) - preempted
+    assert sum(s.rows for s in steps) == pytest.approx(rows, abs=3)
+    prefill = sum(s.prefill_tokens for s in steps) - trace.prompt.sum() - again.tokens
+    assert 0 <= prefill <= 2 * preempted
+    assert steps[0].alone and not all(s.alone for s in steps)
 
 
 @pytest.mark.parametrize(("num_blocks", "lookahead"), [(400, False), (FEW, False), (FEW, True)])
