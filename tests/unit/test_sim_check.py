@@ -6,6 +6,7 @@ profile's; so what the whole engine part must find is known.
 """
 
 import json
+import os
 from dataclasses import replace
 from random import Random
 
@@ -214,6 +215,7 @@ class PretendedEngines:
     def __call__(self, spec, work, *, on_event, timeout):
         self.started.append(spec)
         run, number = EngineRun(spec=spec, results={}), 1
+        self.ended = []
         for item in work:
             self.works.append(item)
             run.results[item.name], number = self.answer(spec, item, number)
@@ -238,8 +240,14 @@ class PretendedEngines:
         acceptance = None if setting.drafter is None else 0.65
         blocks = spec.options["num_gpu_blocks_override"]
         run = sim_compare.simulate(
-            setting, trace, blocks=blocks - 1, acceptance=acceptance, cost=true_cost()
+            setting,
+            trace,
+            blocks=blocks - 1,
+            acceptance=acceptance,
+            cost=true_cost(),
+            ended=self.ended,
         )
+        self.ended += [len(output) for output in outputs]
         steps = pretend(self.timeline(spec), number, 120, seed=number)
         counters = {"drafts": 1000, "accepted": 650} if acceptance else {}
         seconds = run["seconds"] * self.slower
@@ -248,8 +256,6 @@ class PretendedEngines:
         return result, number + 120
 
     def timeline(self, spec) -> str:
-        import os
-
         if spec.drafter is None:
             return os.environ[sim_engine.STOCK_TIMELINE_ENV]
         return spec.settings["timeline_log"]

@@ -52,7 +52,7 @@ from spexis.engine.timeline import STOCK_TIMELINE_ENV
 from spexis.simulator import trace as traces
 from spexis.simulator.trace import Trace
 
-CALIBRATION_RATE = 2.0  # requests a second, unlike any setting's
+CALIBRATION_RATE = 3.0  # requests a second, unlike any setting's
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class EngineCheck:
     """For the profile, timelines and the oracle's file."""
     quick: bool = False
     requests: int = 48
-    calibration: int = 16
+    calibration: int = 24
     trace: str | None = None
     """CSV of the Azure LLM inference traces: lengths and arrivals from there."""
     settings: Sequence[Setting] = SETTINGS
