@@ -2,18 +2,21 @@
 """Refusals: what Spexis will not run, each as one line that says what to do instead.
 
 `check_args` looks at the flags before vLLM resolves anything, `check_config` at the finished
-VllmConfig. Both only read. Invariant: what is known not to work, and every feature that could lead
-to a wrong token and was not tested, is refused here; docs/compatibility.md names what is neither
-tested nor refused. No vLLM import at module top.
+VllmConfig, `check_hf_config` at a model's config.json alone. All only read. Invariant: what is
+known not to work, and every feature that could lead to a wrong token and was not tested, is refused
+here; docs/compatibility.md names what is neither tested nor refused. No vLLM import at module top.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from spexis.config import ConfigError, SpexisConfig
+from spexis.core.profile_file import ProfileFile
 
 logger = logging.getLogger("vllm.spexis")
 
@@ -70,8 +73,32 @@ def check_config(config: Any, spexis: SpexisConfig) -> None:
     _check_steps(config, spexis)
     _check_parallel(config)
     _check_features(config)
+    _check_selection(config, spexis)
     _check_model(config.model_config)
     _check_drafter(config.model_config, spexis)
+
+
+def check_hf_config(
+    config: Mapping[str, Any], spexis: SpexisConfig, *, sliding_window: bool = True
+) -> None:
+    """Refuse from a model's config.json alone, as far as that says it; for choices made before
+    vLLM looks at the model. sliding_window: False if it is turned off by flag."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    kinds = config.get("layer_types") or () if sliding_window else ()
+    model = SimpleNamespace(
+        runner_type="generate",
+        architecture=(config.get("architectures") or ["a model without architecture"])[0],
+        is_encoder_decoder=bool(config.get("is_encoder_decoder")),
+        is_multimodal_model=any(key.endswith(("vision_config", "audio_config")) for key in config),
+        hf_text_config=SimpleNamespace(layer_types=kinds),
+        # Of the families that exit drafters run on none is.
+        is_hybrid=False,
+        has_inner_state=False,
+        is_attention_free=False,
+        get_sliding_window=lambda: window if sliding_window else None,
+    )
+    _check_model(model)
+    _check_drafter(model, spexis)
 
 
 def _check_steps(config: Any, spexis: SpexisConfig) -> None:
@@ -153,6 +180,20 @@ def _check_features(config: Any) -> None:
             "async scheduling is off, so the last stage would block on every step",
             "remove --no-async-scheduling",
         )
+
+
+def _check_selection(config: Any, spexis: SpexisConfig) -> None:
+    if spexis.mode != "sp-alpha":
+        return
+    if config.use_v2_model_runner:
+        refuse(
+            'mode "sp-alpha" runs on vLLM\'s V1 model runner only so far (CPUs)',
+            'use mode "auto", which switches speculation off where it does not pay',
+        )
+    parallel = config.parallel_config
+    ProfileFile.load(spexis.profile).cost_model(
+        parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    )
 
 
 def _check_model(model: Any) -> None:

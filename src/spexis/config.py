@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONFIG_KEY = "spexis"
-MODES = ("sp", "pp", "auto")
+MODES = ("sp", "sp-alpha", "pp", "auto")
 
 # Keys of the drafter block, by method. Keys of other methods are refused rather than ignored.
 DRAFTER_KEYS: dict[str, tuple[str, ...]] = {
@@ -123,7 +123,10 @@ class SpexisConfig:
     placement: PlacementConfig | None = None
     """Layers per stage; null leaves the split to the exit drafter, else to vLLM (even)."""
     mode: str = "sp"
-    """"sp": every request speculates; "pp": none does; "auto": whichever was measured faster."""
+    """"sp": every guess runs; "sp-alpha": those that pay; "pp": none; "auto": sp or pp, whichever
+    was measured faster."""
+    profile: str | None = None
+    """sp-alpha: file of `spexis profile` for this model, from which a row's price is known."""
     lookahead: bool = False
     """Admit, hold and preempt by projected KV memory instead of by what fits now."""
     steps_in_flight: int | None = None
@@ -141,7 +144,13 @@ class SpexisConfig:
     def from_dict(cls, block: Any, path: str = CONFIG_KEY) -> SpexisConfig:
         block = _mapping(block, path)
         _known_keys(block, tuple(_FIELDS), path)
-        return cls(**{key: _FIELDS[key](block[key], f"{path}.{key}") for key in block})
+        config = cls(**{key: _FIELDS[key](block[key], f"{path}.{key}") for key in block})
+        if config.mode == "sp-alpha" and config.profile is None:
+            raise ConfigError(
+                f'{path}.profile is missing: mode "sp-alpha" needs the file that `spexis profile '
+                "MODEL` writes on this hardware"
+            )
+        return config
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> SpexisConfig | None:
@@ -156,6 +165,7 @@ class SpexisConfig:
             "drafter": self.drafter.to_dict(),
             "placement": None if self.placement is None else self.placement.to_dict(),
             "mode": self.mode,
+            "profile": self.profile,
             "lookahead": self.lookahead,
             "steps_in_flight": self.steps_in_flight,
             "iteration_log": self.iteration_log,
@@ -251,6 +261,7 @@ _FIELDS: dict[str, _Check] = {
     "drafter": DrafterConfig.from_dict,
     "placement": PlacementConfig.from_dict,
     "mode": _mode,
+    "profile": _text_or_null,
     "lookahead": _yes_or_no,
     "steps_in_flight": _whole_or_null,
     "iteration_log": _text_or_null,

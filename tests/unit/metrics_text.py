@@ -54,6 +54,8 @@ def served(
     held=0.0,
     plain=0.0,
     mode_changes=0.0,
+    forecasts=0.0,
+    exceeded=0.0,
     prompt=0.0,
     stale=0.0,
     idle_steps=0.0,
@@ -83,6 +85,8 @@ def served(
         ("held_rows", held),
         ("plain_steps", plain),
         ("mode_changes", mode_changes),
+        ("forecasts", forecasts),
+        ("forecasts_exceeded", exceeded),
     ):
         lines.append(_plain(f"spexis:{name}_total", "counter", value))
     for name, values in (("drafts", drafts), ("accepted_drafts", accepted)):
@@ -91,6 +95,25 @@ def served(
             f'spexis:{name}_total{{{HOST},drafter_version="{version}"}} {value}'
             for version, value in values.items()
         ]
+    return "\n".join([*lines, ""])
+
+
+def policies(held=1, kv=4000, ahead=None, due=4200, came=3900, on=()) -> str:
+    """The gauges of policies; ahead: KV tokens by steps. on: (policy, choice, reason, value)."""
+    gauges = {
+        "held_requests": held,
+        "kv_tokens": kv,
+        "lookahead_due_kv_tokens": due,
+        "lookahead_came_kv_tokens": came,
+    }
+    lines = [_plain(f"spexis:{name}", "gauge", value) for name, value in gauges.items()]
+    lines.append("# TYPE spexis:lookahead_kv_tokens gauge")
+    for steps, tokens in (ahead or {"1": 4010, "32": 5000, "256": 800}).items():
+        lines.append(f'spexis:lookahead_kv_tokens{{{HOST},steps="{steps}"}} {tokens}')
+    lines.append("# TYPE spexis:decision gauge")
+    for policy, choice, reason, value in on:
+        labels = f'{HOST},policy="{policy}",choice="{choice}",reason="{reason}"'
+        lines.append(f"spexis:decision{{{labels}}} {value}")
     return "\n".join([*lines, ""])
 
 

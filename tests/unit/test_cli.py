@@ -10,6 +10,7 @@ import pytest
 
 from spexis import cli
 from spexis.cli import env, serve
+from spexis.cli.flags import value_of
 from spexis.config import ConfigError
 
 VLLM = ["vllm", "serve"]
@@ -31,7 +32,7 @@ def built(*argv):
     options, flags = serve.parse(argv)
     block = serve.spexis_block(options, flags)
     command, environment = serve.build(options, flags, block)
-    additional = json.loads(serve._value(command, serve.ADDITIONAL))
+    additional = json.loads(value_of(command, serve.ADDITIONAL))
     return command, environment, additional["spexis"], additional
 
 

@@ -32,6 +32,7 @@ def test_public_options_are_frozen():
         "drafter",
         "placement",
         "mode",
+        "profile",
         "lookahead",
         "steps_in_flight",
         "iteration_log",
@@ -65,6 +66,7 @@ def test_public_options_are_frozen():
         {"placement": {"layers": [16, 14]}},
         {"placement": {"profile": "p.json", "rows": 64, "drafter_seconds": 0.001}},
         {"placement": None},
+        {"mode": "sp-alpha", "profile": "p.json"},
         {"fixed_transfer": False, "draft_graphs": False},
     ],
 )
@@ -105,6 +107,7 @@ def test_round_trip_is_json_and_stable(block):
         ({"placement": {"profile": "p", "drafter_seconds": -1}}, ["drafter_seconds is -1"]),
         ({"steps_in_flight": "2"}, ["steps_in_flight is '2'", "whole number"]),
         ({"steps_in_flight": True}, ["steps_in_flight is True"]),
+        ({"mode": "sp-alpha"}, ["spexis.profile is missing", "spexis profile"]),
         ({"iteration_log": 1}, ["iteration_log is 1"]),
         ({"draft_graphs": "on"}, ["draft_graphs is 'on'", "true and false"]),
         ({"fixed_transfer": 1}, ["fixed_transfer is 1"]),

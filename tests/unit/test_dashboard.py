@@ -62,7 +62,9 @@ def exported():
     from spexis.observability.stat_logger import SpexisStatLogger, _unregister
 
     config = SimpleNamespace(
-        additional_config={"spexis": {"drafter": {"method": "synthetic"}}},
+        additional_config={
+            "spexis": {"drafter": {"method": "synthetic"}, "mode": "auto", "lookahead": True}
+        },
         parallel_config=SimpleNamespace(pipeline_parallel_size=2),
         model_config=SimpleNamespace(served_model_name="m"),
     )
@@ -233,10 +235,23 @@ def test_kinds_of_slots_are_explained_and_drawn():
 
 @pytest.mark.engine
 def test_spexis_top_reads_the_series_that_the_code_exports(exported):
-    from spexis.observability.snapshot import SPEXIS_SERIES
+    from spexis.observability.snapshot import POLICY_SERIES, SPEXIS_SERIES
 
-    assert set(SPEXIS_SERIES) == sample_names(exported)
+    assert {*SPEXIS_SERIES, *POLICY_SERIES} == sample_names(exported)
+    assert all(name.endswith("_total") for name in SPEXIS_SERIES)
+
+
+def test_decisions_are_explained():
+    from spexis.core.decisions import DECISIONS
+
+    for decision in DECISIONS["lookahead"]:
+        assert f"| `{decision.choice}` | `{decision.reason}` |" in DOCS
+    for policy, said in DECISIONS.items():
+        assert f'"{policy}"' in DOCS
+        assert all(f"`{word}`" in DOCS for decision in said for word in decision)
 
 
 def test_the_document_is_short():
-    assert DOCS.count("\n") < 80 and "spexis top" in DOCS and "examples/grafana/spexis.json" in DOCS
+    assert (
+        DOCS.count("\n") < 110 and "spexis top" in DOCS and "examples/grafana/spexis.json" in DOCS
+    )

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from spexis.core.live_mode import LiveMode, load_class
+from spexis.core.live_mode import LiveMode, Reason, load_class
 from spexis.core.mode import Mode
 
 
@@ -29,6 +29,19 @@ def test_finds_the_faster_mode_and_stays(better, gain):
     spent, tokens, seconds = serve(control, rates, 32, 30_000)
     assert control.mode is better or spent[better] > 0.9 * 30_000
     assert tokens / seconds > 0.97 * gain * 32
+
+
+def test_says_why_the_mode_changed():
+    control, seen = LiveMode(), []
+    assert control.reason is Reason.START
+    rates = {Mode.SP: 1.0, Mode.PP: 0.5}
+    for _ in range(600):
+        changes = control.num_changes
+        serve(control, rates, 8, 1)
+        if control.num_changes > changes:
+            seen.append((control.mode, control.reason))
+    # Plain PP is tried as soon as SP was seen twice, and found to be slower.
+    assert seen[:2] == [(Mode.PP, Reason.TRIAL), (Mode.SP, Reason.MEASURED)]
 
 
 def test_trials_cost_a_hundredth():

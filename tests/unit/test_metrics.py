@@ -5,15 +5,19 @@ The `engine` tests use vLLM's own statistics classes (no engine starts).
 """
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from spexis.core import decisions
 from spexis.core.law import rows_per_token
+from spexis.core.live_mode import Reason
 from spexis.core.mode import Mode
 from spexis.observability import wire
 from spexis.observability.counters import FIELDS, SpexisCounters
 from spexis.observability.iteration_log import IterationLog
+from spexis.observability.policy_state import STEPS, PolicyState, policy_state
 
 
 def played(num_stages=2, acceptance=0.5, steps=2000):
@@ -160,6 +164,76 @@ def test_wire_of_an_idle_step_is_empty():
     stats = wire.attach(SchedulerStats(), SpexisCounters(num_stages=2))
     assert stats == SchedulerStats()
     assert wire.read(stats) == (dict.fromkeys(FIELDS, 0), None)
+    assert wire.read_state(stats) is None
+
+
+# -- what the policies see ------------------------------------------------------------------------
+
+
+def with_policies(running=(1,)):
+    """A scheduler with look-ahead and mode control."""
+    check = SimpleNamespace(ahead=(1, 2, 3, 4, 5, 6), due=40, came=39, kv_tokens=38)
+    return SimpleNamespace(
+        lookahead=SimpleNamespace(check=check, decision=decisions.WAIT),
+        live_mode=SimpleNamespace(mode=Mode.PP, reason=Reason.TRIAL),
+        running=list(running),
+    )
+
+
+def test_no_policy_no_state():
+    assert policy_state(fake_scheduler()) is None
+
+
+def test_state_of_the_policies():
+    state = policy_state(with_policies())
+    assert state.decisions == {"lookahead": decisions.WAIT, "mode": ("pp", "trial")}
+    assert state.gauges["kv_tokens"] == 38 and state.gauges["lookahead_due_kv_tokens"] == 40
+    assert state.gauges["lookahead_kv_tokens/1"] == 1
+    assert state.gauges["lookahead_kv_tokens/256"] == 6
+    idle = policy_state(with_policies(running=()))
+    assert not any(idle.gauges[f"lookahead_kv_tokens/{steps}"] for steps in STEPS)
+    one = with_policies()
+    one.lookahead = None
+    assert policy_state(one) == PolicyState({}, {"mode": ("pp", "trial")})
+
+
+def test_policies_say_what_is_listed_only():
+    from spexis.core.live_mode import LiveMode
+    from spexis.engine import lookahead
+
+    assert decisions.Decision("sp", str(LiveMode().reason)) in decisions.DECISIONS["mode"]
+    said = {name for name in dir(decisions) if name.isupper() and name != "DECISIONS"}
+    assert {getattr(decisions, name) for name in said} == {*decisions.DECISIONS["lookahead"]}
+    source = Path(lookahead.__file__).read_text()
+    assert {name for name in said if f"decisions.{name}" in source} == said
+    assert sum(map(len, decisions.DECISIONS.values())) < 20, "each is a time series"
+
+
+@pytest.mark.engine
+def test_state_survives_the_way_between_processes():
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    counters, state = SpexisCounters(num_stages=2), policy_state(with_policies())
+    counters.steps, counters.held = 2, 6
+    stats = wire.attach(SchedulerStats(), counters, state)
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+    got = wire.read_state(MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats)
+    assert got.decisions == state.decisions
+    assert got.gauges == {**state.gauges, "held_requests": 3}, "a step"
+    assert wire.read(stats)[0]["held"] == 6
+
+
+@pytest.mark.engine
+def test_held_requests_need_no_other_policy():
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    counters = SpexisCounters(num_stages=2)
+    counters.steps, counters.held = 1, 4
+    for held in (4, 0):
+        state = wire.read_state(wire.attach(SchedulerStats(), counters))
+        assert state == PolicyState({"held_requests": held})
 
 
 # -- the front end --------------------------------------------------------------------------------
@@ -173,7 +247,7 @@ def fake_vllm_config(spexis):
     )
 
 
-def series(prefix):
+def series(prefix, end="_total"):
     from prometheus_client import REGISTRY
 
     return {
@@ -183,7 +257,7 @@ def series(prefix):
         ): sample.value
         for family in REGISTRY.collect()
         for sample in family.samples
-        if sample.name.startswith(prefix) and sample.name.endswith("_total")
+        if sample.name.startswith(prefix) and sample.name.endswith(end)
     }
 
 
@@ -234,6 +308,79 @@ def test_series_add_up(stat_logger):
     assert stock["vllm:spec_decode_num_accepted_tokens_total", "0"] == counters.accepted
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert stock[per_position, "0", "0"] == counters.accepted
+
+
+@pytest.mark.engine
+def test_policies_gauges(stat_logger):
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    def gauges():
+        found = series("spexis:", "")
+        return {k: v for k, v in found.items() if not k[0].endswith(("_total", "_created"))}
+
+    assert gauges() == {}, "no policy is on"
+    counters = played()
+    stat_logger.record(wire.attach(SchedulerStats(), counters), None)
+    assert gauges() == {}
+    state = policy_state(with_policies())
+    for choice, on in (("wait", "wait"), ("admit", "admit"), ("bribe", "admit")):
+        state.decisions["lookahead"] = next(
+            (d for d in decisions.DECISIONS["lookahead"] if d.choice == choice), (choice, "gold")
+        )
+        stat_logger.record(wire.attach(SchedulerStats(), counters, state), None)
+        found = gauges()
+        assert [k[1] for k, v in found.items() if "lookahead" in k and v] == [on]
+    assert found["spexis:kv_tokens", "0"] == 38
+    assert found["spexis:held_requests", "0"] == 0
+    assert found["spexis:lookahead_kv_tokens", "0", "32"] == 3
+    assert found["spexis:decision", "pp", "0", "mode", "trial"] == 1
+    assert len(found) == 4 + len(STEPS) + sum(map(len, decisions.DECISIONS.values()))
+
+
+@pytest.mark.engine
+def test_spexis_top_reads_what_was_recorded(stat_logger):
+    from prometheus_client import REGISTRY, generate_latest
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from spexis.observability.scrape import parse
+    from spexis.observability.snapshot import take_snapshot
+
+    counters, looks = played(), []
+    counters.forecasts, counters.forecasts_exceeded = 10, 1
+    for time in (1.0, 2.0):
+        stats = wire.attach(SchedulerStats(), counters, policy_state(with_policies()))
+        stat_logger.record(stats, None)
+        looks.append(parse(generate_latest(REGISTRY).decode(), time))
+        counters.steps, counters.held = counters.steps + 1, counters.held + 5
+    now = take_snapshot(*looks)
+    assert (now.held_requests, now.kv_tokens) == (5, 38)
+    assert (now.lookahead_kv_tokens, now.lookahead_steps) == (6, 256)
+    assert (now.due_kv_tokens, now.came_kv_tokens) == (40, 39)
+    assert (now.forecasts, now.forecasts_exceeded) == (10, 0.1)
+    assert [(d.policy, d.choice, d.reason) for d in now.decisions] == [
+        ("lookahead", *decisions.WAIT),
+        ("mode", "pp", "trial"),
+    ]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("lookahead", "mode"), [(True, "sp"), (False, "auto")])
+def test_gauges_of_configured_policies_exist_from_the_start(stat_logger, lookahead, mode):
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    from spexis.observability.stat_logger import SpexisStatLogger
+
+    unregister_vllm_metrics()
+    block = {"drafter": {"method": "synthetic"}, "lookahead": lookahead, "mode": mode}
+    SpexisStatLogger(fake_vllm_config(block), [0, 1])
+    found = series("spexis:", "")
+    for engine in ("0", "1"):
+        assert found["spexis:held_requests", engine] == 0
+        assert (("spexis:kv_tokens", engine) in found) is lookahead
+        assert (("spexis:lookahead_kv_tokens", engine, "32") in found) is lookahead
+        first = ("spexis:decision", "sp", engine, "mode", "start")
+        assert found.get(first) == (1 if mode == "auto" else None)
+        assert (("spexis:decision", "none", engine, "lookahead", "start") in found) is lookahead
 
 
 @pytest.mark.engine

@@ -13,10 +13,12 @@ from random import Random
 import pytest
 
 from spexis.bench.pipeline import BrokenError, Pipeline, Row, Step, Target
+from spexis.core.decisions import DECISIONS
 from spexis.core.lengths import LengthModel
 from spexis.core.mode import Mode
 from spexis.core.replay import replay_memory
 from spexis.engine.verdict import NO_TOKEN
+from spexis.observability.policy_state import STEPS, policy_state
 
 pytestmark = pytest.mark.engine  # no engine starts, but vLLM is imported
 BLOCK_SIZE = 2
@@ -236,12 +238,15 @@ class RealScheduler:
         return step
 
     def update(self, step: Step) -> None:
-        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+        from spexis.engine.selector import SpexisOutput
 
         result = EMPTY_MODEL_RUNNER_OUTPUT
         if step.rows:
             ids = [row.req_id for row in step.rows]
-            result = ModelRunnerOutput(
+            result = SpexisOutput(
+                held=frozenset(row.req_id for row in step.rows if row.held),
                 req_ids=ids,
                 req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
                 sampled_token_ids=[[t] if t != NO_TOKEN else [] for t in step.outputs],
@@ -267,6 +272,16 @@ class RealScheduler:
                 if stage.kv[block.block_id] != tokens:
                     raise BrokenError(f"cached {tokens}, holds {stage.kv[block.block_id]}")
 
+    def check_policies(self) -> None:
+        """What people are shown, of an engine that has come to rest."""
+        state = policy_state(self.real)
+        if self.real.lookahead is None:
+            assert state is None and self.real.counters.forecasts == 0
+            return
+        assert state.decisions["lookahead"] in DECISIONS["lookahead"]
+        assert state.gauges["kv_tokens"] == 0
+        assert not any(state.gauges[f"lookahead_kv_tokens/{steps}"] for steps in STEPS)
+
     def done(self) -> Step:
         self.check_cached_blocks()
         free = self.real.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -277,9 +292,19 @@ class RealScheduler:
         return Step(call=self.num_calls + 1, finished=sorted(self.real.finished_req_ids))
 
 
-def run(make_config, num_stages, more, seeds, policy="fcfs", switches=False, tight=False, **block):
+def run(
+    make_config,
+    num_stages,
+    more,
+    seeds,
+    policy="fcfs",
+    switches=False,
+    tight=False,
+    hold=0.0,
+    **block,
+):
     totals = dict.fromkeys(("preemptions", "hits", "discarded", "stale", "held", "plain"), 0)
-    totals.update(waits=0, holds=0, evicts=0, replayed=0)
+    totals.update(waits=0, holds=0, evicts=0, replayed=0, forecasts=0, exceeded=0)
     config = make_config(num_stages, num_stages + more, policy, **block)
     for seed in seeds:
         scheduler = RealScheduler(config, seed, tight)
@@ -293,6 +318,7 @@ def run(make_config, num_stages, more, seeds, policy="fcfs", switches=False, tig
             block_size=BLOCK_SIZE,
             seed=seed,
             eager=(0.3, 0.7, 1.0)[seed % 3],
+            hold=hold,
         )
         scheduler.stages = pipeline.stages
         pipeline.run(max_calls=5_000)
@@ -302,6 +328,9 @@ def run(make_config, num_stages, more, seeds, policy="fcfs", switches=False, tig
         totals["stale"] += counters.stale_rows
         totals["held"] += counters.held
         totals["hits"] += scheduler.num_hits
+        totals["forecasts"] += counters.forecasts
+        totals["exceeded"] += counters.forecasts_exceeded
+        scheduler.check_policies()
         totals["plain"] += len(scheduler.plain_gaps)
         journal = json.loads(json.dumps(scheduler.journal))
         assert replay_memory(journal, LengthModel(prior_mean=12)) == []
@@ -310,6 +339,9 @@ def run(make_config, num_stages, more, seeds, policy="fcfs", switches=False, tig
             totals["waits"] += entry.get("admit", 1) == 0
             totals["holds"] += bool(entry.get("hold"))
             totals["evicts"] += bool(entry.get("evict"))
+        if hold and not scheduler.switches:
+            assert counters.held <= pipeline.num_held  # some came back stale
+        assert counters.accepted <= counters.drafts
         assert min(scheduler.plain_gaps, default=num_stages) >= num_stages
         assert sum(scheduler.real.cadence.load) == 0
     return totals
@@ -324,6 +356,13 @@ def test_real_scheduler(make_config, num_stages, more, policy):
     for name in ("preemptions", "hits", "discarded", "stale", "plain"):
         assert totals[name] > 20, totals
     assert totals["held"] == totals["waits"] == totals["evicts"] == 0
+
+
+@pytest.mark.parametrize(("num_stages", "more"), [(2, 0), (2, 1), (4, 1)])
+def test_rows_held_by_the_first_stage(make_config, num_stages, more):
+    """Rows that the scheduler planned and the first stage left out, at random."""
+    totals = run(make_config, num_stages, more, range(30), hold=0.4)
+    assert min(totals["held"], totals["discarded"], totals["preemptions"]) > 20, totals
 
 
 @pytest.mark.parametrize(
@@ -342,6 +381,9 @@ def test_lookahead_preempts_less_and_changes_no_token(make_config, num_stages, m
     without = run(make_config, num_stages, more, range(20), tight=True)
     assert with_it["waits"] > 50 and with_it["evicts"] > 0
     assert with_it["replayed"] > 500
+    # Not a test of calibration: token budgets of 3 make requests slower than any forecast thinks.
+    assert with_it["forecasts"] > max(10, 2 * with_it["exceeded"]), with_it
+    assert without["forecasts"] == 0
     assert with_it["preemptions"] < 0.7 * without["preemptions"]
 
 

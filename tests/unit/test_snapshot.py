@@ -5,7 +5,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from metrics_text import AFTER, BEFORE, HOST, look, served, stock
+from metrics_text import AFTER, BEFORE, HOST, look, policies, served, stock
 
 from spexis.observability import snapshot as snapshots
 from spexis.observability.scrape import parse, quantile
@@ -143,19 +143,40 @@ def test_an_older_version_is_named_by_what_it_lacks():
     assert look(before, after).time_per_token is None
 
 
-def test_series_to_come_are_shown_if_present():
-    plain = look(BEFORE, AFTER)
-    assert plain.held_requests is None
-    assert plain.kv_tokens is plain.lookahead_kv_tokens is None and plain.decision == {}
-    more = (
-        f"spexis:held_requests{{{HOST}}} 3\n"
-        f"spexis:kv_tokens{{{HOST}}} 4000\nspexis:lookahead_kv_tokens{{{HOST}}} 5000\n"
-        f'spexis:decision{{{HOST},kept="0.9",reason="memory"}} 1\n'
+def test_a_server_without_policies_lacks_nothing():
+    now = look(BEFORE, AFTER)
+    assert now.notes == () and now.decisions == ()
+    assert now.held_requests is now.kv_tokens is now.lookahead_kv_tokens is None
+    assert now.lookahead_steps is now.due_kv_tokens is now.came_kv_tokens is None
+    assert now.forecasts == 0 and now.forecasts_exceeded is None
+
+
+def test_what_the_policies_see_and_decided():
+    more = served(forecasts=40, exceeded=2) + policies(
+        held=3,
+        on=(
+            ("lookahead", "admit", "peak_fits", 0),
+            ("lookahead", "wait", "peak_above_memory", 1),
+            ("mode", "pp", "trial", 1),
+        ),
     )
-    now = look(BEFORE, AFTER + more)
-    assert now.held_requests == 3
-    assert (now.kv_tokens, now.lookahead_kv_tokens) == (4000, 5000)
-    assert now.decision == {"kept": "0.9", "reason": "memory"}
+    now = look(served(), more)
+    assert (now.held_requests, now.kv_tokens) == (3, 4000)
+    assert (now.lookahead_kv_tokens, now.lookahead_steps) == (5000, 32)
+    assert (now.due_kv_tokens, now.came_kv_tokens) == (4200, 3900)
+    assert (now.forecasts, now.forecasts_exceeded) == (40, 0.05)
+    assert [(d.policy, d.choice, d.reason) for d in now.decisions] == [
+        ("lookahead", "wait", "peak_above_memory"),
+        ("mode", "pp", "trial"),
+    ]
+
+
+def test_policies_of_several_engines():
+    on = (("mode", "sp", "start", 1),)
+    second = policies(on=(("mode", "pp", "measured", 1),)).replace('engine="0"', 'engine="1"')
+    now = look(served(), served() + policies(on=on) + second)
+    assert (now.held_requests, now.lookahead_kv_tokens, now.lookahead_steps) == (2, 10000, 32)
+    assert [d.choice for d in now.decisions] == ["pp", "sp"]
 
 
 def test_looks_in_the_wrong_order():
@@ -182,5 +203,6 @@ def test_vllm_exports_the_series_that_are_read():
 
 
 def test_the_fixture_has_every_series_that_is_read():
-    names = set(parse(AFTER, 0.0).series)
-    assert names >= {*snapshots.VLLM_SERIES, *snapshots.SPEXIS_SERIES}
+    names = set(parse(AFTER + policies(on=(("mode", "sp", "start", 1),)), 0.0).series)
+    wanted = (*snapshots.VLLM_SERIES, *snapshots.SPEXIS_SERIES, *snapshots.POLICY_SERIES)
+    assert names >= set(wanted)

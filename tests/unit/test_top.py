@@ -15,7 +15,7 @@ from spexis import cli
 from spexis.cli import top, top_view
 from spexis.config import ConfigError
 from spexis.observability.scrape import parse
-from spexis.observability.snapshot import ROW_KINDS
+from spexis.observability.snapshot import ROW_KINDS, Decided
 
 # -- drawing --------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ def test_view_of_stock_vllm_is_short_and_says_why():
     assert "stage" not in text and "law" not in text and "None" not in text
 
 
-def test_view_says_restarted_and_shows_what_is_to_come():
+def test_view_says_restarted_and_what_policies_do():
     now = dataclasses.replace(
         look(BEFORE, AFTER),
         restarted=True,
@@ -58,19 +58,29 @@ def test_view_says_restarted_and_shows_what_is_to_come():
         held_requests=1.0,
         kv_tokens=4000.0,
         lookahead_kv_tokens=5000.0,
-        decision={"reason": "memory"},
+        lookahead_steps=32,
+        due_kv_tokens=4200.0,
+        came_kv_tokens=3900.0,
+        forecasts=40.0,
+        forecasts_exceeded=0.05,
+        decisions=(Decided(policy="lookahead", choice="wait", reason="peak_above_memory"),),
     )
     text = drawn(now)
-    assert "the server restarted" in text and line(text, "decision") == "decision reason=memory"
+    assert "the server restarted" in text
+    assert line(text, "lookahead") == "lookahead wait peak above memory"
     assert line(text, "speculation") == "speculation on 25.0% of steps changes since start 2"
-    assert line(text, "KV cache") == "KV cache used 50.0% tokens 4,000 forecast 5,000"
+    assert line(text, "KV cache") == "KV cache used 50.0% tokens 4,000"
+    assert line(text, "KV forecast") == (
+        "KV forecast at most 5,000 in 32 steps due now 4,200 came 3,900 too low 5.0% of 40"
+    )
+    early = drawn(dataclasses.replace(now, forecasts=0.0, forecasts_exceeded=None))
+    assert "due now - came - too low - of 0" in line(early, "KV forecast")
     assert "held 1" in line(text, "requests")
 
 
 def test_view_takes_names_literally():
-    now = dataclasses.replace(look(BEFORE, AFTER), models=("[red]x",), decision={"a": "[b]"})
-    text = drawn(now)
-    assert "[red]x" in text and "a=[b]" in text
+    now = dataclasses.replace(look(BEFORE, AFTER), models=("[red]x", "[b]"))
+    assert "[red]x, [b]" in drawn(now)
 
 
 def test_history_is_drawn_from_two_looks_on():
@@ -78,6 +88,10 @@ def test_history_is_drawn_from_two_looks_on():
     assert "max" not in drawn(now, [now])
     text = drawn(now, [dataclasses.replace(now, tokens_per_second=50.0, running=None), now])
     assert "▅█" in text and "max 100" in text
+    seen = [dataclasses.replace(now, due_kv_tokens=8e3, came_kv_tokens=c) for c in (8e3, 4e3)]
+    text = drawn(now, seen)
+    assert line(text, "KV due") == "KV due ██ max 8,000"
+    assert line(text, "KV came") == "KV came █▅ max 8,000", "on the forecast's scale"
     plain = drawn(now, [now, now], ascii_only=True)
     assert "@@" in plain and plain.isascii()
 

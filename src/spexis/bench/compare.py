@@ -103,7 +103,8 @@ def problems(scenario: Scenario | None, result: dict) -> list[str]:
         found.append(f"{result['requests_left']} requests left in the scheduler")
     counted = result["counters"]
     if counted:
-        back = counted["tokens"] + counted["discarded_rows"] + counted["stale_rows"]
+        kinds = ("tokens", "discarded_rows", "stale_rows", "unrun_rows")
+        back = sum(counted[kind] for kind in kinds)
         if back != counted["decode_rows"]:
             found.append(f"{counted['decode_rows']} decode rows went out, {back} came back")
     return found

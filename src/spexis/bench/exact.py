@@ -217,6 +217,8 @@ class Exact:
         reference = write_oracle_file(self.folder / "tiny.jsonl", stock)
         at_random = oracle(reference, 0.6)
         cramped = [item for item in work if not SCENARIOS[item.name].same_cached_tokens]
+        profile = tiny.steep_profile(self.folder / "steep.json")
+        chosen = {"mode": "sp-alpha", "profile": profile, "lookahead": True}
         engines = [
             # stages, drafter, other settings, engine options
             *((n, at_random, {}, CRAMPED) for n in self.stages),
@@ -227,6 +229,9 @@ class Exact:
             (2, at_random, {"steps_in_flight": 3}, CRAMPED),
             (3, at_random, {"steps_in_flight": 6}, CRAMPED),
             (2, {"method": "none"}, {}, CRAMPED),
+            (2, drafter, chosen, CRAMPED),
+            (3, at_random, chosen, CRAMPED),
+            (2, at_random, {"mode": "auto", "lookahead": True}, CRAMPED),
         ]
         for n, block, settings, options in engines:
             spec = EngineSpec(
@@ -261,7 +266,7 @@ def expected_cases(parts: list[str], stages: int, prompts: int, tiny_prompts: in
         "prompts": stages * prompts * (len(ACCEPTANCES) + 1)
         + (2 * features if "scenarios" in parts else 0),
         "families": stages * tiny_prompts * len(tiny.FAMILIES),
-        "scenarios": (stages + 7) * features,
+        "scenarios": (stages + 10) * features,
         "law": 0,
         "bfloat16": 16,
     }

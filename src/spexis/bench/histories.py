@@ -45,6 +45,7 @@ class Setting:
     more_in_flight: int = 0  # steps in flight beyond one a stage
     stall: float = 0.0
     eager: float = 0.7
+    hold: float = 0.0  # chance that the first stage leaves a row out
 
 
 def random_setting(seed: int) -> Setting:
@@ -56,6 +57,7 @@ def random_setting(seed: int) -> Setting:
         more_in_flight=r.choice((0, 0, 1, num_stages)),
         stall=r.choice((0.0, 0.3)),
         eager=r.choice((0.3, 0.7, 1.0)),
+        hold=r.choice((0.0, 0.0, 0.2, 0.6)),
     )
 
 
@@ -84,6 +86,7 @@ def build(histories: list[History], setting: Setting, rules: SimpleNamespace = R
         seed=setting.seed,
         stall=setting.stall,
         eager=setting.eager,
+        hold=setting.hold,
         rules=rules,
     )
 

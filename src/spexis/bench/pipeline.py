@@ -67,6 +67,7 @@ class Row:
 
     __slots__ = (
         "differs",
+        "held",
         "is_decode",
         "num_computed",
         "num_scheduled",
@@ -85,6 +86,7 @@ class Row:
         self.stock = stock  # must not run a guess
         self.read: list[int] = []  # tokens read on the first stage
         self.differs = False  # a later stage read something else
+        self.held = False  # the first stage left it out of its step
 
 
 @dataclass(slots=True)
@@ -126,7 +128,9 @@ class Stage:
         prefill_len = self.slots.prefill_len[slots]
         is_prefill = torch.from_numpy(computed < prefill_len)
         samples = torch.from_numpy(computed + scheduled >= prefill_len)
-        return slots, computed, scheduled, is_prefill, samples
+        held = np.array([r.held for r in rows])
+        samples &= torch.from_numpy(~held)
+        return slots, computed, np.where(held, 0, scheduled), is_prefill, samples
 
     def run_row(self, row: Row, start: int, tokens: list[int]) -> list[int]:
         """Writes the row's tokens, returns what attention reads: positions 0 .. its last."""
@@ -156,16 +160,19 @@ class Pipeline:
         seed: int,
         stall: float = 0.2,
         eager: float = 0.7,
+        hold: float = 0.0,
         rules=RULES,
     ):
         """scheduler: schedule() -> Step, update(Step), events(), busy (bool), done().
 
         stall: chance that a stage does nothing in a tick. eager: chance that the engine
-        schedules before it collects.
+        schedules before it collects. hold: chance that the first stage leaves out a row that may
+        run a guess.
         """
         self.num_stages, self.steps_in_flight = num_stages, steps_in_flight
         self.scheduler, self.rules = scheduler, rules
         self.random, self.stall, self.eager = Random(seed), stall, eager
+        self.hold = hold
         self.num_slots = num_slots
         self.stages = [Stage(num_slots, num_blocks, block_size, rules) for _ in range(num_stages)]
         self.first = rules.FirstStage(num_slots, num_stages, CPU)
@@ -175,7 +182,7 @@ class Pipeline:
         self.num_judged = 0  # non-empty steps that left the last stage
         self.known: dict[str, list[int]] = {}  # first stage: tokens of the bound request
         self.verified: dict[str, list[int]] = {}  # last stage: the text so far
-        self.num_rows = self.num_good = self.num_wrong = self.num_steps = 0
+        self.num_rows = self.num_good = self.num_wrong = self.num_steps = self.num_held = 0
 
     # ------------------------------------------------------------ engine core
     def run(self, max_calls: int = 20_000) -> None:
@@ -239,6 +246,7 @@ class Pipeline:
     def _run_first(self, stage: Stage, step: Step) -> None:
         self.num_steps += 1
         self._apply_verdicts(stage, step)
+        self._hold(stage, step)
         slots_np, computed, scheduled, is_prefill, samples = stage.arrays(step)
         slots = torch.from_numpy(slots_np)
         step.token = self.first.token[slots]
@@ -261,7 +269,19 @@ class Pipeline:
             verdict.Plan(step.call, step.number, slots_np, generation, slots, positions)
         )
 
+    def _hold(self, stage: Stage, step: Step) -> None:
+        """Leaves out rows at random, as a policy would that chooses drafts."""
+        if not self.hold:
+            return
+        for row in step.rows:
+            prefill_len = stage.slots.prefill_len[stage.slots.slot_of[row.req_id]]
+            may = row.num_computed >= prefill_len and not row.stock
+            row.held = may and self.random.random() < self.hold
+            self.num_held += row.held
+
     def _run_first_row(self, stage, row, start, token, is_prefill, samples) -> int:
+        if row.held:
+            return 0
         if is_prefill:
             tokens = self.known[row.req_id][start : start + row.num_scheduled]
         else:
@@ -292,6 +312,8 @@ class Pipeline:
     # ------------------------------------------------------------ later stages
     def _run_later(self, stage: Stage, step: Step) -> None:
         for row, start in zip(step.rows, step.start.tolist(), strict=True):
+            if row.held:
+                continue
             tokens = row.read[start:]  # activations of these tokens, whatever lies before
             if stage.run_row(row, start, tokens) != row.read:
                 row.differs = True
@@ -306,6 +328,8 @@ class Pipeline:
         self.num_judged += 1
         step.outputs = tokens.tolist()
         for row, token in zip(step.rows, step.outputs, strict=True):
+            if row.held:
+                continue
             self.num_rows += row.is_decode
             if token != verdict.NO_TOKEN:
                 self._check_good(row, token)

@@ -61,6 +61,7 @@ examples:
   spexis demo                                       see it, on a CPU
   spexis serve demo                                 serve the demo model on port 8000
   spexis serve MODEL --tensor-parallel-size 2       any `vllm serve` flag goes through
+  spexis serve MODEL --auto --hardware h100         parallel sizes by `spexis plan`
   spexis serve MODEL --spexis '{"drafter": {"model": "my-drafter"}}'
   spexis train exit --config run.yaml output_dir=my-drafter
   spexis eval exit my-drafter

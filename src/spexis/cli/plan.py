@@ -5,6 +5,7 @@
     spexis plan path/to/config.json --hardware rtx-pro-6000 --gpus 4 --acceptance 0.7
     spexis plan --profile profile.json --batch 128 --acceptance 0.66        # measured: better
     spexis plan --profile profile.json --gpus 4 --no-p2p --acceptance 0.66
+    spexis plan --profile profile.json --trace azure2023_conv.csv.gz --acceptance 0.66
 
 With --profile (a file that `spexis profile` wrote) times are measured ones, without it presets with
 stated assumptions (core/presets.py). The last line is one JSON object.
@@ -21,6 +22,10 @@ from pathlib import Path
 from spexis.config import ConfigError
 
 DEFAULT_HARDWARE, DEFAULT_MODEL = "h100", "llama-70b"
+DEFAULT_GPUS = 8
+TOO_HIGH = "TP may be priced too high"
+DEFAULT_BATCH, DEFAULT_CONTEXT, DEFAULT_PROMPT = 64, 1000, 512
+MOST_STREAMS = 256  # vLLM's max_num_seqs on most devices
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,9 +40,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--hardware", choices=list(HARDWARE), help=f"default: {DEFAULT_HARDWARE}")
     parser.add_argument("--gpus", type=int, help="default: those of the profile's stages, else 8")
-    parser.add_argument("--batch", type=int, default=64, help="requests running at once")
-    parser.add_argument("--context", type=int, default=1000, help="mean tokens of a request")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens, for the time to prefill")
+    parser.add_argument("--batch", type=int, help="requests running at once (64)")
+    parser.add_argument("--context", type=int, help="mean tokens of a request (1000)")
+    parser.add_argument("--prompt", type=int, help="tokens, for the time to prefill (512)")
+    parser.add_argument("--trace", help="take these three from a trace, as `spexis simulate` does")
     parser.add_argument("--acceptance", type=float, help="drafts right; default: published ones")
     parser.add_argument("--stack", choices=list(STACKS), default="vllm-0.32")
     parser.add_argument("--profile", help="measured file instead of presets")
@@ -55,7 +61,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--profile and --hardware: give one of them")
     if options.no_p2p and not options.profile:
         raise ConfigError("--no-p2p needs --profile; of presets choose --hardware h200-no-p2p")
-    found, assumptions = _measured(options) if options.profile else _estimated(options)
+    if options.trace and (options.batch or options.context or options.prompt):
+        raise ConfigError("--trace says batch, context and prompt: leave them out, or the trace")
+    found, assumptions = rank_splits(options)
     _print(found[: options.top], assumptions)
     best = {**dataclasses.asdict(found[0]), "label": found[0].label} if found else None
     ranking = [
@@ -63,6 +71,39 @@ def main(argv: Sequence[str]) -> int:
     ]
     print(json.dumps({"name": "plan", "ok": bool(found), "best": best, "ranking": ranking}))
     return 0 if found else 1
+
+
+def rank_splits(options: argparse.Namespace, most: int = MOST_STREAMS) -> tuple[list, list[str]]:
+    """(options of core/plan.py, best first, what they rest on), for the load that is asked for.
+
+    options: as parsed by main(); what was planned for in place of defaults is written into them.
+    most: requests that may run at once, for a trace.
+    """
+    rank = _measured if options.profile else _estimated
+    if options.trace:
+        from spexis.core.load import Load
+        from spexis.simulator import trace as traces
+
+        trace = traces.load(options.trace)
+
+        def seconds(load: Load, tokens: float) -> float:
+            _set_load(options, load)
+            found, _ = rank(options)
+            return found[0].prefill_seconds + tokens * found[0].seconds_per_token if found else 0.0
+
+        load = Load.of_trace(trace.arrival, trace.prompt, trace.output, seconds, most)
+        _set_load(options, load)
+        found, notes = rank(options)
+        text = f"trace {trace.name}: {load.streams} requests at once of {load.context} tokens"
+        return found, [*notes, text + (", all that may run" if load.streams == most else "")]
+    options.batch = options.batch or DEFAULT_BATCH
+    options.context = options.context or DEFAULT_CONTEXT
+    options.prompt = options.prompt or DEFAULT_PROMPT
+    return rank(options)
+
+
+def _set_load(options: argparse.Namespace, load) -> None:
+    options.batch, options.context, options.prompt = load.streams, load.context, load.prompt
 
 
 def _estimated(options: argparse.Namespace):
@@ -74,7 +115,7 @@ def _estimated(options: argparse.Namespace):
     found = plan(
         hardware,
         model,
-        options.gpus or 8,
+        options.gpus or DEFAULT_GPUS,
         options.batch,
         options.context,
         options.prompt,
@@ -106,12 +147,12 @@ def _measured(options: argparse.Namespace):
                     f"{here} in {options.model}): measure this one with `spexis profile`"
                 )
         model = dataclasses.replace(model, accepted=asked.accepted)
-    gpus = options.gpus or profile.num_stages * profile.tensor_parallel
+    options.gpus = options.gpus or profile.num_stages * profile.tensor_parallel
     found = plan_measured(
         profile,
         model,
         file.device_memory,
-        gpus,
+        options.gpus,
         options.batch,
         options.context,
         options.prompt,
@@ -141,7 +182,7 @@ def measured_notes(profile, no_p2p: bool) -> list[str]:
     if profile.all_reduce_by == "torch":
         notes.append(
             "measured - all-reduce: NCCL's or Gloo's own time, this profile has none of vLLM's"
-            + ("" if no_p2p else ", which is faster with peer access: TP may be priced too high")
+            + ("" if no_p2p else f", which is faster with peer access: {TOO_HIGH}")
         )
     return notes
 

@@ -4,6 +4,7 @@
     spexis serve demo
     spexis serve Qwen/Qwen3-8B --pipeline-parallel-size 4 --port 9000
     spexis serve MODEL --spexis '{"drafter": {"method": "exit", "model": "my-drafter"}}'
+    spexis serve MODEL --auto --hardware h100             # sizes by the planner (auto.py)
     spexis serve MODEL --dry-run
 
 Invariant: what runs is the printed command and environment, nothing else; every flag the user gave
@@ -22,17 +23,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spexis.cli import platform
+from spexis.cli import auto, platform
+from spexis.cli.flags import (
+    ADDITIONAL,
+    PP_FLAGS,
+    Given,
+    dashes,
+    json_object,
+    value_of,
+    without,
+)
 from spexis.config import CONFIG_KEY, DRAFTER_KEYS, ConfigError, SpexisConfig
 
 DEMO = "demo"
 
-# Ways users spell flags whose presence matters here.
-PP_FLAGS = ("--pipeline-parallel-size", "-pp")
 EAGER_FLAGS = ("--enforce-eager", "--no-enforce-eager")
 KV_MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
 CPU_KV_GIB = "2"  # of keys and values per worker, where the user says nothing
-ADDITIONAL = "--additional-config"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,7 +52,12 @@ def main(argv: Sequence[str]) -> int:
     if platform.vllm_distribution() is None:
         raise ConfigError("vLLM is not installed; `pip install 'spexis[cpu]'` or 'spexis[cuda]'")
     block = spexis_block(options, flags)
-    config = SpexisConfig.from_dict(block)
+    if options.auto:
+        model = demo_folder() if options.model == DEMO else options.model
+        choice = auto.choose(options, flags, model, block)
+        print(*(f"auto: {line}" for line in choice.lines), sep="\n", file=sys.stderr)
+        flags, block = [*choice.flags, *flags], choice.block
+    config = None if block is None else SpexisConfig.from_dict(block)
     command, environment = build(options, flags, block)
     print(_table(options, command, config), file=sys.stderr, flush=True)
     if options.dry_run:
@@ -66,30 +78,46 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if any(arg in ("-h", "--help") for arg in argv):
         parser.print_help()
         raise SystemExit(0)
-    flags = [_dashes(arg) for arg in argv]
+    flags = [dashes(arg) for arg in argv]
     model = flags.pop(0) if flags and not flags[0].startswith("-") else None
-    own = {"model": model, "dry_run": "--dry-run" in flags}
-    flags = [flag for flag in flags if flag != "--dry-run"]
-    for name in ("--spexis", "--drafter"):
-        own[name.lstrip("-")] = _value(flags, name)
-        if own[name.lstrip("-")] is None and name in flags:
+    own: dict[str, Any] = {"model": model}
+    for name in ("--dry-run", "--auto", *auto.SWITCHES):
+        own[_attribute(name)] = name in flags
+        flags = [flag for flag in flags if flag != name]
+    for name in ("--spexis", "--drafter", *auto.OPTIONS):
+        own[_attribute(name)] = value_of(flags, name)
+        if own[_attribute(name)] is None and name in flags:
             raise ConfigError(f"{name} needs a value; see `spexis serve --help`")
-        flags = _without(flags, name)
+        flags = without(flags, name)
+    for name in (*auto.OPTIONS, *auto.SWITCHES):
+        if own[_attribute(name)] and not own["auto"]:
+            raise ConfigError(f"{name} is for --auto: give both, or neither")
     return argparse.Namespace(**own), flags
 
 
+def _attribute(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def demo_folder() -> str:
+    from spexis.demo_model import demo_model_dir
+
+    return demo_model_dir()
+
+
 def build(
-    options: argparse.Namespace, flags: list[str], block: dict[str, Any]
+    options: argparse.Namespace, flags: list[str], block: dict[str, Any] | None
 ) -> tuple[list[str], dict[str, str]]:
-    """The `vllm serve` command and the environment variables to add."""
-    given = _Given(flags)
+    """The `vllm serve` command and the environment variables to add.
+
+    block: None for vLLM without Spexis; `flags` then have the parallel sizes.
+    """
+    given = Given(flags)
     model = options.model
     command = [*_vllm(), "serve"]
     environment: dict[str, str] = {}
     if model == DEMO:
-        from spexis.demo_model import demo_model_dir
-
-        model = demo_model_dir()
+        model = demo_folder()
         if not given.has("--served-model-name"):
             flags = [*flags, "--served-model-name", DEMO]
         if platform.is_cpu() and not given.has("--dtype"):
@@ -112,8 +140,10 @@ def build(
     ):
         # Else each worker asks for 92 % of the machine's memory, and two of them never start.
         environment["VLLM_CPU_KVCACHE_SPACE"] = CPU_KV_GIB
+    if block is None:
+        return [*command, *flags], environment
     command += [ADDITIONAL, json.dumps({**given.additional(), CONFIG_KEY: block})]
-    command += _without(flags, ADDITIONAL)
+    command += without(flags, ADDITIONAL)
     if not platform.plugin_allowed():
         environment["VLLM_PLUGINS"] = os.environ["VLLM_PLUGINS"] + ",spexis"
     return command, environment
@@ -121,8 +151,8 @@ def build(
 
 def spexis_block(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """The spexis block from --spexis, --drafter and a block inside --additional-config."""
-    block = _json("--spexis", options.spexis) if options.spexis is not None else {}
-    inside = _Given(flags).additional()
+    block = json_object("--spexis", options.spexis) if options.spexis is not None else {}
+    inside = Given(flags).additional()
     if CONFIG_KEY in inside:
         if options.spexis is not None:
             raise ConfigError("give the spexis block once: --spexis or --additional-config")
@@ -134,86 +164,6 @@ def spexis_block(options: argparse.Namespace, flags: list[str]) -> dict[str, Any
         key = "method" if is_method else "model"
         block = {**block, "drafter": {key: options.drafter}}
     return block
-
-
-class _Given:
-    """Which flags the user gave, on the command line or in a --config file."""
-
-    def __init__(self, flags: list[str]) -> None:
-        self.flags = flags
-        self.file: dict[str, Any] = {}
-        path = _value(flags, "--config")
-        if path is not None:
-            import yaml
-
-            try:
-                loaded = yaml.safe_load(Path(path).read_text())
-            except (OSError, yaml.YAMLError) as err:
-                raise ConfigError(
-                    f"--config {path} cannot be read: {err}".replace("\n", " ")
-                ) from None
-            if isinstance(loaded, dict):
-                self.file = {str(key).replace("_", "-"): value for key, value in loaded.items()}
-
-    def has(self, *names: str) -> bool:
-        for name in names:
-            if name.lstrip("-") in self.file:
-                return True
-            if any(flag.split("=", 1)[0] == name for flag in self.flags):
-                return True
-        return False
-
-    def additional(self) -> dict[str, Any]:
-        """--additional-config as an object; {} when not given."""
-        if any(flag.startswith(ADDITIONAL + ".") for flag in self.flags):
-            raise ConfigError(f"give {ADDITIONAL} as one JSON object, not as {ADDITIONAL}.KEY")
-        text = _value(self.flags, ADDITIONAL)
-        if text is None:
-            found = self.file.get(ADDITIONAL.lstrip("-"), {})
-            return found if isinstance(found, dict) else _json(ADDITIONAL, str(found))
-        return _json(ADDITIONAL, text)
-
-
-def _dashes(flag: str) -> str:
-    """--pipeline_parallel_size is --pipeline-parallel-size, as in vLLM's own parser."""
-    if not flag.startswith("--"):
-        return flag
-    end = min((i for i in (flag.find("="), flag.find(".")) if i >= 0), default=len(flag))
-    return flag[:end].replace("_", "-") + flag[end:]
-
-
-def _value(flags: list[str], name: str) -> str | None:
-    """Value of `--name value` or `--name=value`, the last one if repeated."""
-    found = None
-    for index, flag in enumerate(flags):
-        if flag == name and index + 1 < len(flags):
-            found = flags[index + 1]
-        elif flag.startswith(name + "="):
-            found = flag.partition("=")[2]
-    return found
-
-
-def _without(flags: list[str], name: str) -> list[str]:
-    """`flags` without `--name value` and `--name=value`."""
-    kept, skip = [], False
-    for flag in flags:
-        if skip:
-            skip = False
-        elif flag == name:
-            skip = True
-        elif not flag.startswith(name + "="):
-            kept.append(flag)
-    return kept
-
-
-def _json(name: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as err:
-        raise ConfigError(f"{name} is not JSON ({err}): {text}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} is {text}: allowed is a JSON object")
-    return value
 
 
 def _vllm() -> list[str]:
@@ -230,32 +180,41 @@ def _shown(environment: dict[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in environment.items()]
 
 
-def _table(options: argparse.Namespace, command: list[str], config: SpexisConfig) -> str:
+def _table(options: argparse.Namespace, command: list[str], config: SpexisConfig | None) -> str:
     """The resolved configuration, for people."""
-    given = (_value(command, flag) for flag in PP_FLAGS)
-    stages = next(filter(None, given), "as in --config")
     found = platform.vllm_distribution()
-    drafter = config.drafter.to_dict()
-    method = drafter.pop("method")
     rows = [
         ("model", options.model or "vLLM's default, or from --config"),
-        ("stages", f"{stages} ({_split(config)})"),
-        ("drafter", method + "".join(f", {k} {v}" for k, v in drafter.items() if v is not None)),
-        ("steps in flight", config.steps_in_flight or "vLLM's choice"),
+        *(_spexis_rows(command, config) if config else [("Spexis", "off, vLLM by itself")]),
         ("platform", "CPU" if platform.is_cpu() else "CUDA"),
         ("vLLM", f"{found[0]} {found[1]}" if found else "none"),
+        ("command", shlex.join(command)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["Spexis", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def _spexis_rows(command: list[str], config: SpexisConfig) -> list[tuple[str, Any]]:
+    given = (value_of(command, flag) for flag in PP_FLAGS)
+    stages = next(filter(None, given), "as in --config")
+    drafter = config.drafter.to_dict()
+    method = drafter.pop("method")
+    words = method + "".join(f", {k} {v}" for k, v in drafter.items() if v is not None)
+    if method == "exit" and config.drafter.model is None:
+        words = "exit, the shipped one made for the model"
+    rows = [
+        ("stages", f"{stages} ({_split(config)})"),
+        ("drafter", words),
+        ("mode", config.mode),
+        ("steps in flight", config.steps_in_flight or "vLLM's choice"),
     ]
     if config.iteration_log:
         rows.append(("iteration log", config.iteration_log))
     if config.timeline_log:
         rows.append(("timeline log", config.timeline_log))
-    if method == "exit" and config.drafter.model is None:
-        rows[2] = ("drafter", "exit, the shipped one made for the model")
     if not config.drafter.lossless:
         rows.append(("NOTE", "the synthetic drafter changes the output: for measurements only"))
-    rows.append(("command", shlex.join(command)))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(["Spexis", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+    return rows
 
 
 def _split(config: SpexisConfig) -> str:
@@ -276,7 +235,8 @@ def _split(config: SpexisConfig) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spexis serve",
-        usage="spexis serve MODEL [--spexis JSON | --drafter NAME] [any vllm serve flag]",
+        usage="spexis serve MODEL [--spexis JSON | --drafter NAME | --auto ...] "
+        "[any vllm serve flag]",
         description="Run `vllm serve` with Spexis on. Flags that are not listed here go to vLLM "
         "unchanged (`vllm serve --help=all`).",
         epilog="The same by hand: vllm serve MODEL --pipeline-parallel-size 2 "
@@ -294,5 +254,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command on standard output and stop"
+    )
+    group = parser.add_argument_group(
+        "--auto",
+        "TP, PP, SP or a mix by `spexis plan`: the first of its ranking that can run here. "
+        "Needs --profile or --hardware; never changes a parallel size that you give.",
+    )
+    group.add_argument("--auto", action="store_true", help="choose the parallel sizes")
+    group.add_argument("--gpus", metavar="N", help="devices to use; default: all that are seen")
+    group.add_argument("--profile", metavar="FILE", help="times that `spexis profile` measured")
+    group.add_argument("--no-p2p", action="store_true", help="its links without peer access")
+    group.add_argument("--hardware", metavar="NAME", help="a preset of `spexis plan` instead")
+    group.add_argument("--streams", metavar="B", help="requests at once to plan for (64)")
+    group.add_argument("--trace", metavar="FILE", help="or the load of a trace")
+    group.add_argument(
+        "--acceptance", metavar="P", help="how often drafts are right (`spexis eval exit`), for SP"
     )
     return parser

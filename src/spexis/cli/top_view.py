@@ -54,10 +54,11 @@ def view(
     return Group(*parts)
 
 
-def sparkline(values: Iterable[float | None], marks: str = SPARKS) -> str:
-    """One mark a value, from 0 to the largest; None is a space."""
+def sparkline(values: Iterable[float | None], marks: str = SPARKS, top: float | None = None) -> str:
+    """One mark a value, from 0 to the largest, or to `top`; None is a space."""
     values = list(values)
-    top = max((v for v in values if v is not None), default=0.0)
+    if top is None:
+        top = max((v for v in values if v is not None), default=0.0)
     if top <= 0:
         return "".join(" " if v is None else marks[0] for v in values)
     last = len(marks) - 1
@@ -112,8 +113,16 @@ def _facts(now: Snapshot) -> Table:
         "KV cache",
         f"used {_share(now.kv_usage)}",
         _if(now.kv_tokens, f"tokens {_count(now.kv_tokens)}"),
-        _if(now.lookahead_kv_tokens, f"forecast {_count(now.lookahead_kv_tokens)}"),
     )
+    if now.lookahead_kv_tokens is not None:
+        seen = bool(now.forecasts)
+        row(
+            "KV forecast",
+            f"at most {_count(now.lookahead_kv_tokens)} in {now.lookahead_steps} steps",
+            f"due now {_count(now.due_kv_tokens if seen else None)}",
+            f"came {_count(now.came_kv_tokens if seen else None)}",
+            f"too low {_share(now.forecasts_exceeded)} of {_count(now.forecasts)}",
+        )
     if now.stages:
         row(
             "rows/token",
@@ -130,8 +139,8 @@ def _facts(now: Snapshot) -> Table:
     if now.plain_share is not None:
         changes = _if(now.mode_changes, f"changes since start {_count(now.mode_changes)}")
         row("speculation", f"on {_share(1 - now.plain_share)} of steps", changes)
-    if now.decision:
-        row("decision", *(f"{name}={value}" for name, value in now.decision.items()))
+    for one in now.decisions:
+        row(one.policy, one.choice, one.reason.replace("_", " "))
     return table
 
 
@@ -168,16 +177,20 @@ def _drafters(now: Snapshot) -> Table:
 def _history(history: Sequence[Snapshot], ascii_only: bool) -> Table:
     table = Table.grid(padding=(0, 2))
     marks = ASCII_SPARKS if ascii_only else SPARKS
-    for label, values, shown in (
-        ("tokens/s", [s.tokens_per_second for s in history], _rate),
-        ("running", [s.running for s in history], _count),
-        ("KV used", [s.kv_usage for s in history], _share),
-        ("right", [s.acceptance for s in history], _share),
-        ("rows/token", [s.rows_per_token for s in history], _number),
+    due, came = [s.due_kv_tokens for s in history], [s.came_kv_tokens for s in history]
+    both = max((tokens for tokens in (*due, *came) if tokens is not None), default=0.0)
+    for label, values, shown, top in (
+        ("tokens/s", [s.tokens_per_second for s in history], _rate, None),
+        ("running", [s.running for s in history], _count, None),
+        ("KV used", [s.kv_usage for s in history], _share, None),
+        ("KV due", due, _count, both),
+        ("KV came", came, _count, both),
+        ("right", [s.acceptance for s in history], _share, None),
+        ("rows/token", [s.rows_per_token for s in history], _number, None),
     ):
         known = [v for v in values if v is not None]
         if known:
-            line = Text(sparkline(values, marks), style="green")
+            line = Text(sparkline(values, marks, top), style="green")
             table.add_row(label, line, f"max {shown(max(known))}")
     return table
 

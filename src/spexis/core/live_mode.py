@@ -21,12 +21,21 @@ spent on trials of a worse mode is at most `price` / loss, and never above 1 / `
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass, field
 
 from spexis.core.mode import Mode
 
 MODES = (Mode.SP, Mode.PP)
+
+
+class Reason(enum.StrEnum):
+    """What the last change of mode was for."""
+
+    START = "start"
+    MEASURED = "measured"
+    TRIAL = "trial"
 
 
 @dataclass(slots=True)
@@ -62,7 +71,7 @@ class LiveMode:
 
         settle: steps; more than the pipeline is deep.
         """
-        self.mode, self.reason, self.num_changes = mode, "at first", 0
+        self.mode, self.reason, self.num_changes = mode, Reason.START, 0
         self.look_steps, self.settle, self.trial_looks = look_steps, settle, trial_looks
         self.margin, self.price = margin, price
         self.shortest, self.longest, self.memory = shortest, longest, memory
@@ -126,11 +135,11 @@ class LiveMode:
         mine, theirs = load.seen[self.mode], load.seen[other]
         load.looks_since_trial += 1
         if theirs.looks and theirs.rate > mine.rate * (1 + self.margin):
-            self._change(other, f"{theirs.rate / mine.rate - 1:+.0%} measured at this load")
+            self._change(other, Reason.MEASURED)
         elif load.looks_since_trial >= self._looks_between(mine, theirs):
             self._trial = self.trial_looks
             load.looks_since_trial = 0
-            self._change(other, "a trial")
+            self._change(other, Reason.TRIAL)
 
     def _looks_between(self, mine: _Seen, theirs: _Seen) -> float:
         """Looks in this mode before the other one is tried again."""
@@ -140,7 +149,7 @@ class LiveMode:
         loss = max(1.0 - theirs.rate / mine.rate, 0.0) if mine.rate > 0 else 0.0
         return min(max(self.trial_looks * loss / self.price, self.shortest), self.longest)
 
-    def _change(self, mode: Mode, reason: str) -> None:
+    def _change(self, mode: Mode, reason: Reason) -> None:
         self.mode, self.reason = mode, reason
         self.num_changes += 1
         self._since_change = 0

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spexis.core.cost_model import CostModel
 from spexis.core.presets import Model
 from spexis.core.stage_profile import BLOCK_SIZE, ProfileError, StagePoints, StageProfile
 
@@ -138,6 +139,19 @@ class ProfileFile:
             host_overlaps=bool(engine.get("async_scheduling")),
             kv_blocks=kv_tokens // BLOCK_SIZE if kv_tokens else None,
         )
+
+    def cost_model(self, num_stages: int, tensor_parallel_size: int = 1) -> CostModel:
+        """Step times of so many stages; ProfileError where this profile cannot say."""
+        profile = self.stage_profile()
+        if (profile.num_stages, profile.tensor_parallel) != (num_stages, tensor_parallel_size):
+            split = profile.split(num_stages, tensor_parallel_size)
+            if split is None:
+                raise ProfileError(
+                    f"{self.path} has no times for {num_stages} stages of {tensor_parallel_size} "
+                    "ranks; profile one such stage (spexis profile)"
+                )
+            profile = split
+        return CostModel.from_profile(profile)
 
     def _links(self, p2p: bool) -> tuple[tuple, tuple, str]:
         """(send, all-reduce, whose all-reduce)"""

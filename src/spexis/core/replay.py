@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes every decision of an iteration log again, from its own lines.
 
-    python -m spexis.core.replay steps.jsonl
+    python -m spexis.core.replay steps.jsonl           # and steps.jsonl.stage0, where there is one
 
     differences = replay(lines)            # [] when each decision follows from what was logged
 
 Memory look-ahead writes a journal (engine/lookahead.py): answers that ended, outlooks, what was
-admitted, held and preempted. Mode control writes what it saw of each step. Both are deterministic,
-so the same objects, fed with the log, must decide the same.
+admitted, held and preempted. Mode control writes what it saw of each step. The first stage writes
+which drafts it ran (engine/selector.py). All are deterministic, so the same objects, fed with the
+log, must decide the same.
 
 Invariant: nothing but the log is read; a decision is never taken over, always computed.
 """
@@ -15,12 +16,14 @@ Invariant: nothing but the log is read; a decision is never taken over, always c
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from spexis.core.chains import DraftChooser
 from spexis.core.lengths import LengthModel
 from spexis.core.live_mode import LiveMode
 from spexis.core.memory import MemoryLookahead, Outlook, Running
@@ -91,6 +94,18 @@ def replay_mode(lines: Iterable[dict[str, Any]]) -> list[str]:
     return differences
 
 
+def replay_selection(journal: Iterable[dict[str, Any]]) -> list[str]:
+    """The first stage's file."""
+    chooser: DraftChooser | None = None
+    differences: list[str] = []
+    for number, entry in enumerate(journal):
+        if "setup" in entry:
+            chooser = DraftChooser.from_setup(entry["setup"])
+        elif difference := chooser.replay(entry):
+            differences.append(f"entry {number} of the first stage: {difference}")
+    return differences
+
+
 def _running(arrays: Sequence[Sequence[int]]) -> Running:
     kv_tokens, generated, max_tokens, protected = map(np.array, arrays)
     return Running(kv_tokens, generated, max_tokens, protected=protected.astype(bool))
@@ -101,8 +116,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with open(path, encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
     differences = replay(lines)
+    stage = []
+    if os.path.exists(f"{path}.stage0"):
+        with open(f"{path}.stage0", encoding="utf-8") as file:
+            stage = [json.loads(line) for line in file]
+        differences += replay_selection(stage)
     print(*differences[:20], sep="\n", end="\n" if differences else "")
     decisions = sum(len(line.get("lookahead", ())) + ("live_mode" in line) for line in lines)
+    decisions += sum("choose" in entry for entry in stage)
     result = {"name": "replay", "ok": not differences and decisions > 0, "decisions": decisions}
     print(json.dumps({**result, "different": len(differences)}))
     return 0 if result["ok"] else 1

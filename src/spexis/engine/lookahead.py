@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spexis.core import decisions
 from spexis.core.law import acceptance_for
 from spexis.core.memory import MOST_PREEMPTIONS, MemoryLookahead, Outlook, Running
 from spexis.core.pace import Pace
+from spexis.engine.kv_forecast import ForecastCheck
 
 if TYPE_CHECKING:
     from spexis.engine.scheduler import SpexisScheduler
@@ -58,6 +60,9 @@ class Lookahead:
         self._outlook: Outlook | None = None
         self._outlook_step = self._refused_step = -OUTLOOK_EVERY
         self._seen_running = 0
+        self.check = ForecastCheck(self)
+        self.decision = decisions.NONE
+        """The last one, for people to see."""
 
     def keep_journal(self) -> None:
         setup = {"num_stages": self.scheduler.num_stages, "block_size": self.block_size}
@@ -77,6 +82,7 @@ class Lookahead:
             limit = min(s.max_num_active_reqs, present)
         else:
             limit = self._limit(s.max_num_active_reqs, present)
+        self.check.step()
         self.seconds += time.perf_counter() - begin
         return limit
 
@@ -106,6 +112,7 @@ class Lookahead:
         count = self.memory.admit(self._outlook, kv_tokens, generated, max_tokens, len(s.running))
         if count < len(candidates):
             self._refused_step = step
+        self.decision = decisions.WAIT if count < len(candidates) else decisions.ADMIT
         if self.journal is not None:
             self.journal.append(
                 {
@@ -151,6 +158,7 @@ class Lookahead:
                     "pace": self.pace.described(),
                 }
             )
+        self.decision = decisions.EVICT if len(relief.evict) else decisions.HOLD
         for i in relief.hold:
             request = requests[i]
             request.next_decode_eligible_step = max(
@@ -239,11 +247,6 @@ class Lookahead:
             return []
         journal, self.journal = self.journal, []
         return journal
-
-    @property
-    def forecast_tokens(self) -> int:
-        """Upper quantile of the KV tokens held in the steps to come, as last projected."""
-        return int(self._outlook.peak) if self._outlook is not None else 0
 
 
 def _lists(*arrays: np.ndarray) -> list[list[int]]:

@@ -28,6 +28,7 @@ from spexis.config import SpexisConfig
 from spexis.drafters.base import DraftRows, load_drafter
 from spexis.engine.channel import VerdictChannel
 from spexis.engine.seeds import SeededDraws
+from spexis.engine.selector import HELD_KEY, DraftSelector, SpexisOutput
 from spexis.engine.timeline import Timeline
 from spexis.engine.verdict import FirstStage, LastStage, Plan, SlotTable, is_due
 from spexis.guards import check_sources
@@ -49,6 +50,19 @@ class StepRows:
     samples: torch.Tensor  # [R] bool
     has_prefill: bool
     num_tokens: int
+    ran: torch.Tensor | None = None  # [n] int64, rows with tokens; None: all of them
+
+    def hold(self, held: np.ndarray) -> None:
+        """held: [R] bool. Those rows have no tokens in this step and sample nothing."""
+        self.num_scheduled_np[held] = 0
+        self.num_scheduled = torch.from_numpy(self.num_scheduled_np.astype(np.int64))
+        self.samples &= torch.from_numpy(~held)
+        self.num_tokens = int(self.num_scheduled_np.sum())
+        self.ran = torch.from_numpy(np.flatnonzero(~held))
+
+    def of_ran(self, values: torch.Tensor) -> torch.Tensor:
+        """[R, ...] -> [n, ...], the rows with tokens."""
+        return values if self.ran is None else values[self.ran]
 
 
 @dataclass(slots=True)
@@ -59,7 +73,7 @@ class Pending:
     rows: StepRows
     logits: torch.Tensor  # [R, V]
     hidden_states: torch.Tensor  # [T, H]
-    last: torch.Tensor  # [R] index of each row's last token
+    last: torch.Tensor  # [n] index of the last token of each row that ran
     good: torch.Tensor  # [R] bool
     sent_tokens: torch.Tensor  # [R] decode rows' input tokens
     positions: torch.Tensor  # [R] of the tokens about to be sampled
@@ -92,6 +106,7 @@ class SpexisV1Mixin:
         self.spexis_drafter = load_drafter(self.spexis_config.drafter, self)  # None in between
         state_size = self.spexis_drafter.state_size if self.spexis_drafter else 0
         self.verdicts = VerdictChannel(self.pp, state_size, self.model_config.dtype)
+        self.selector = DraftSelector.build(self)  # None but on the first stage of "sp-alpha"
 
     def prompt_token_ids(self, req_id: str) -> list[int]:
         return self.requests[req_id].prompt_token_ids
@@ -122,6 +137,8 @@ class SpexisV1Mixin:
         slot = self.slot_table.bind(req_id, prefill_len)
         if self.spexis_drafter:
             self.spexis_drafter.bind(slot)
+        if self.selector:
+            self.selector.bind(slot)
 
     def _step_rows(self, scheduler_output) -> StepRows:
         batch, table = self.input_batch, self.slot_table
@@ -157,13 +174,18 @@ class SpexisV1Mixin:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.num_steps += 1
         rows = self._step_rows(scheduler_output)
-        self._prepare_host_inputs(rows)
         if self.pp.is_first_rank:
             self._apply_verdicts(scheduler_output.spexis_num_verdicts)
             start = self.first_stage.position[rows.slots]
             token = self.first_stage.token[rows.slots]
+            held = self.selector.choose(rows, start) if self.selector else None
         else:
             start, token = (intermediate_tensors[k] for k in SENT_KEYS)
+            held = intermediate_tensors.tensors.get(HELD_KEY)
+            held = None if held is None else held.numpy()
+        if held is not None:
+            rows.hold(held)
+        self._prepare_host_inputs(rows)
         with self.timeline.busy(self.num_steps, rows):
             return self._run_stage(scheduler_output, rows, start, token, intermediate_tensors)
 
@@ -175,7 +197,7 @@ class SpexisV1Mixin:
         with self._forward_context(rows):
             output = self._forward(rows, intermediate_tensors)
             if self.pp.is_last_rank:
-                logits = self.model.compute_logits(output[last])
+                logits = self._logits(rows, output, last)
                 good = self.last_stage.judge(
                     rows.slots, start, token, rows.is_prefill, rows.samples
                 )
@@ -184,28 +206,35 @@ class SpexisV1Mixin:
                 )
                 return None
             # Hand on before drafting: the next stage starts while the drafter runs.
-            self._send_to_next_stage(output, start, token)
+            self._send_to_next_stage(output, start, token, rows)
             if self.pp.is_first_rank:
                 self._draft(rows, output, last, start, token, positions)
         return None
 
     def _draft(self, rows: StepRows, output, last, start, token, positions) -> None:
+        of_ran = rows.of_ran
+        req_ids = rows.req_ids
+        if rows.ran is not None:
+            req_ids = [req_ids[i] for i in rows.ran.tolist()]
         draft_rows = DraftRows(
-            req_ids=rows.req_ids,
-            slots=rows.slots,
+            req_ids=req_ids,
+            slots=of_ran(rows.slots),
             hidden_states=output["hidden_states"],
             residual=output["residual"],
             token_positions=self.positions[: rows.num_tokens],
             last=last,
-            start=start,
-            tokens=token,
-            draft_positions=positions,
-            is_prefill=rows.is_prefill,
+            start=of_ran(start),
+            tokens=of_ran(token),
+            draft_positions=of_ran(positions),
+            is_prefill=of_ran(rows.is_prefill),
             has_prefill=rows.has_prefill,
         )
         guesses = self.spexis_drafter.propose(draft_rows)
-        self.first_stage.propose(rows.slots, positions, guesses.tokens, rows.samples)
-        self.first_stage.confidence[rows.slots] = guesses.confidence
+        slots, samples = draft_rows.slots, of_ran(rows.samples)
+        self.first_stage.propose(slots, draft_rows.draft_positions, guesses.tokens, samples)
+        self.first_stage.confidence[slots] = guesses.confidence
+        if self.selector:
+            self.selector.drafted(rows, positions, self.first_stage.confidence[rows.slots])
         generation = self.slot_table.generation[rows.slots_np].copy()
         self.plans.append(
             Plan(self.num_calls, self.num_steps, rows.slots_np, generation, rows.slots, positions)
@@ -228,7 +257,9 @@ class SpexisV1Mixin:
             if not self.spexis_drafter.lossless:
                 tokens = self.spexis_drafter.overrule(step.positions, step.sent_tokens)
             verdict = self.last_stage.expect(rows.slots, step.positions, tokens, step.good)
-            states = step.hidden_states[step.last] if self.verdicts.state_size else None
+            states = None
+            if self.verdicts.state_size:
+                states = _spread(step.hidden_states[step.last], rows)
             self.verdicts.send(verdict, states)
             self.timeline.note_verdict(self.num_steps, verdict, rows)
         return self._runner_output(step, sampled, verdict)
@@ -244,14 +275,20 @@ class SpexisV1Mixin:
             plan = self.plans.popleft()
             tokens, states = self.verdicts.receive(len(plan.slots_np))
             alive = self._to_device(plan.generation == self.slot_table.generation[plan.slots_np])
-            self.first_stage.apply_verdict(plan.slots, plan.positions, tokens, alive)
+            wrong = self.first_stage.apply_verdict(plan.slots, plan.positions, tokens, alive)
+            if self.selector:
+                self.selector.verdicts(plan, tokens, alive, wrong)
             if states is not None:
                 self.spexis_drafter.observe(plan.slots, plan.positions, tokens, alive, states)
 
-    def _send_to_next_stage(self, output: IntermediateTensors, start, token) -> None:
+    def _send_to_next_stage(self, output: IntermediateTensors, start, token, rows) -> None:
         for handle in self.pp_sends:
             handle.wait()
         output.tensors.update(zip(SENT_KEYS, (start, token), strict=True))
+        if rows.ran is not None:
+            held = torch.ones(len(rows.req_ids), dtype=torch.bool)
+            held[rows.ran] = False
+            output.tensors[HELD_KEY] = held
         self.pp_sends = self.pp.isend_tensor_dict(output.tensors, all_gather_group=get_tp_group())
 
     def _prepare_host_inputs(self, rows: StepRows) -> None:
@@ -287,16 +324,17 @@ class SpexisV1Mixin:
             self.input_ids.copy_to_gpu(num_tokens)
 
     def _prepare_device_inputs(self, rows: StepRows, start, token) -> torch.Tensor:
-        """Positions, sequence lengths, decode rows' tokens, slot mapping. Returns last [R]."""
+        """Positions, sequence lengths, decode rows' tokens, slot mapping. Returns last [n]."""
         num_reqs, num_tokens = len(rows.req_ids), rows.num_tokens
         self.positions[:num_tokens] = start[self._row_of_token] + self.query_pos.gpu[:num_tokens]
         self.seq_lens[:num_reqs] = start + rows.num_scheduled
         self.seq_lens[num_reqs:].fill_(0)
         offsets = self.query_start_loc.gpu[: num_reqs + 1]
-        last = (offsets[1:] - 1).to(torch.int64)
+        last = rows.of_ran((offsets[1:] - 1).to(torch.int64))
         if self.pp.is_first_rank:
             known = self.input_ids.gpu[last]
-            self.input_ids.gpu[last] = torch.where(rows.is_prefill, known, token.to(known.dtype))
+            token = rows.of_ran(token).to(known.dtype)
+            self.input_ids.gpu[last] = torch.where(rows.of_ran(rows.is_prefill), known, token)
         self.input_batch.block_table.compute_slot_mapping(
             num_reqs, offsets, self.positions[:num_tokens]
         )
@@ -349,15 +387,23 @@ class SpexisV1Mixin:
             **self._init_model_kwargs(),
         )
 
+    def _logits(self, rows: StepRows, hidden_states, last) -> torch.Tensor:
+        """[R, V]; of held rows zeros, whose samples count for nothing."""
+        return _spread(self.model.compute_logits(hidden_states[last]), rows)
+
     def _runner_output(self, step: Pending, sampled, verdict) -> ModelRunnerOutput:
-        batch = self.input_batch
+        batch, rows = self.input_batch, step.rows
+        held = frozenset()
+        if rows.ran is not None:
+            held = frozenset(batch.req_ids) - {batch.req_ids[i] for i in rows.ran.tolist()}
         token_ids: list[list[int]] = []
         for req_id, token in zip(batch.req_ids, verdict.tolist(), strict=True):
             token_ids.append([token] if token >= 0 else [])
             if token >= 0:
                 self.requests[req_id].output_token_ids.append(token)
         logprobs = sampled.logprobs_tensors
-        return ModelRunnerOutput(
+        return SpexisOutput(
+            held=held,
             req_ids=list(batch.req_ids),
             req_id_to_index=dict(batch.req_id_to_index),
             sampled_token_ids=token_ids,
@@ -367,3 +413,10 @@ class SpexisV1Mixin:
                 step.scheduler_output.num_scheduled_tokens,
             ),
         )
+
+
+def _spread(values: torch.Tensor, rows: StepRows) -> torch.Tensor:
+    """[n, ...] of the rows that ran -> [R, ...], zeros elsewhere. None (other TP ranks) stays."""
+    if rows.ran is None or values is None:
+        return values
+    return values.new_zeros(len(rows.req_ids), *values.shape[1:]).index_copy_(0, rows.ran, values)

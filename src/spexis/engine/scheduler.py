@@ -33,6 +33,7 @@ from spexis.engine.verdict import take_back
 from spexis.guards import check_sources
 from spexis.observability.counters import SpexisCounters
 from spexis.observability.iteration_log import IterationLog
+from spexis.observability.policy_state import policy_state
 from spexis.observability.wire import attach
 
 
@@ -56,7 +57,9 @@ class SpexisScheduler(AsyncScheduler):
         self.mode = Mode.SP if self.speculate else Mode.PP
         self.live_mode = None
         if self.speculate and self.spexis_config.mode != "sp":
-            self.mode = Mode.PP if self.spexis_config.mode == "pp" else Mode.SP
+            self.mode = {"pp": Mode.PP, "sp-alpha": Mode.ALPHA}.get(
+                self.spexis_config.mode, Mode.SP
+            )
             if self.spexis_config.mode == "auto":
                 # Rows of both modes are in flight for as many steps as the pipeline takes.
                 self.live_mode = LiveMode(settle=2 * vllm_config.max_concurrent_batches + 2)
@@ -65,6 +68,7 @@ class SpexisScheduler(AsyncScheduler):
         self._owes_empty_step = False  # to workers that leave receives for later (v2_handler.py)
         self._last_row_call: dict[str, int] = {}  # schedule() call of each request's newest row
         self._chain_broken: set[str] = set()  # requests whose newest verdict was a discard
+        self._last_run_call: dict[str, int] = {}  # call of each request's newest row that ran
         self.counters = SpexisCounters(num_stages=self.num_stages)
         self.iteration_log = IterationLog.open(self.spexis_config.iteration_log)
         self._cache_only_verified_blocks()
@@ -109,6 +113,7 @@ class SpexisScheduler(AsyncScheduler):
                 req_id, self.current_step, plain
             )
         scheduler_output.spexis_rows = rows
+        scheduler_output.spexis_call = self.current_step
         # Workers may apply verdicts up to here without waiting (runner_v1.py).
         scheduler_output.spexis_num_verdicts = self.num_verdicts
         self.counters.observe_step(
@@ -139,6 +144,7 @@ class SpexisScheduler(AsyncScheduler):
     def _forget(self, req_id: str) -> None:
         self.cadence.forget(req_id)
         self._last_row_call.pop(req_id, None)
+        self._last_run_call.pop(req_id, None)
         self._chain_broken.discard(req_id)
 
     # ----------------------------------------------------------------- output
@@ -170,18 +176,29 @@ class SpexisScheduler(AsyncScheduler):
             self.counters.mode_changes = self.live_mode.num_changes
 
     def make_stats(self, *args, **kwargs):
-        return attach(super().make_stats(*args, **kwargs), self.counters)
+        return attach(super().make_stats(*args, **kwargs), self.counters, policy_state(self))
 
     def _take_back_discarded(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> None:
         sampled = model_runner_output.sampled_token_ids
+        held = getattr(model_runner_output, "held", ())  # selector.py
+        call = scheduler_output.spexis_call
         for req_id, is_guess in scheduler_output.spexis_rows.items():
             request = self.requests.get(req_id)
             if request is None or request.is_finished() or request.num_stale_output_tokens > 0:
                 # Its counters are gone or were reset; vLLM drains such rows by itself.
                 self.counters.stale_rows += 1
                 continue
+            if req_id in held:
+                self.counters.held += 1
+                self.counters.unrun_rows += 1
+                take_back(request)
+                continue
+            # Behind a row that was held, the verdict of the last one that ran may be known.
+            last_run = self._last_run_call.get(req_id, call - 1)
+            is_guess = is_guess and call - last_run < self.num_stages
+            self._last_run_call[req_id] = call
             has_token = bool(sampled[model_runner_output.req_id_to_index[req_id]])
             if has_token:
                 self.counters.tokens += 1

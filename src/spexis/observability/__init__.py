@@ -4,7 +4,9 @@
 counters.py        plain numbers, kept by the scheduler (engine core process)
 iteration_log.py   one JSON line per scheduler step (engine core process, on request)
 wire.py            carries the counters to the front end inside vLLM's own SchedulerStats
+policy_state.py    what the policies see and last decided (engine core process)
 stat_logger.py     spexis:* and vllm:spec_decode_* series, the log line (front-end process)
+policy_series.py   the policies' gauges (front-end process)
 scrape.py          two looks at a server's /metrics and their differences (any process)
 snapshot.py        what `spexis top` shows of them
 """

@@ -17,8 +17,8 @@ Definitions (a row is one request in one step; every row passes every stage):
   scheduled; it says how well the scheduler fills the pipeline, not how long a stage waited
   (stages of unequal length idle too; the timeline shows that).
 
-Invariant: decode rows that came back = tokens + discarded_rows (+ stale_rows, whose request was
-finished or preempted meanwhile), and rejected <= discarded_rows.
+Invariant: decode rows that came back = tokens + discarded_rows + unrun_rows (+ stale_rows, whose
+request was finished or preempted meanwhile), and rejected <= discarded_rows.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ FIELDS = (
     "discarded_rows",
     "stale_rows",
     "held",
+    "unrun_rows",
     "preemptions",
     "drafts",
     "accepted",
     "idle_slots",
     "plain_steps",
     "mode_changes",
+    "forecasts",
+    "forecasts_exceeded",
 )
 
 
@@ -66,6 +69,8 @@ class SpexisCounters:
     """Rows that came back after their request had finished or been preempted."""
     held: int = 0
     """Times a request that could have run a guess was left out on purpose."""
+    unrun_rows: int = 0
+    """Of these, rows that were scheduled and that the first stage did not run (selection)."""
     preemptions: int = 0
     """Requests preempted."""
     drafts: int = 0
@@ -78,6 +83,10 @@ class SpexisCounters:
     """Steps scheduled while speculation was off for all requests."""
     mode_changes: int = 0
     """Times that speculation was switched on or off (`mode`: "auto")."""
+    forecasts: int = 0
+    """Forecasts of KV memory whose time came (engine/kv_forecast.py)."""
+    forecasts_exceeded: int = 0
+    """Of these, those that were too low."""
     _taken: dict[str, int] = field(default_factory=dict, repr=False)
 
     def observe_step(

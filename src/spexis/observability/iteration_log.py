@@ -4,11 +4,12 @@
     --additional-config '{"spexis": {"iteration_log": "steps.jsonl"}}'
 
     {"step": 7, "time": 1764400000.123456, "rows": {"prompt": 0, "token": 3, "discarded": 1,
-     "stale": 0}, "scheduled_tokens": 4, "drafts": 2, "accepted": 1, "running": 4, "waiting": 0,
-     "kv_usage": 0.012, "mode": "sp"}
+     "stale": 0}, "held": 0, "scheduled_tokens": 4, "drafts": 2, "accepted": 1, "running": 4,
+     "waiting": 0, "kv_usage": 0.012, "mode": "sp"}
 
-With look-ahead also its decisions since the last line, with mode "auto" what it saw of the step:
-both can be computed again (core/replay.py).
+With look-ahead also its decisions since the last line, with mode "auto" what it saw of the step;
+with mode "sp-alpha" the first stage writes which rows it chose from what to steps.jsonl.stage0. All
+of it can be computed again (core/replay.py).
 
 Invariant: lines are in step order, and the sums over a file equal the scheduler's counters. A log
 that was not asked for costs one method call a step.
@@ -21,7 +22,15 @@ import os
 import time
 from typing import Any, TextIO
 
-_WATCHED = ("tokens", "discarded_rows", "stale_rows", "drafts", "accepted", "preemptions")
+_WATCHED = (
+    "tokens",
+    "discarded_rows",
+    "stale_rows",
+    "held",
+    "drafts",
+    "accepted",
+    "preemptions",
+)
 
 
 class IterationLog:
@@ -57,6 +66,7 @@ class IterationLog:
                 "discarded": grown["discarded_rows"],
                 "stale": grown["stale_rows"],
             },
+            "held": grown["held"],
             "scheduled_tokens": scheduler_output.total_num_scheduled_tokens,
             "drafts": grown["drafts"],
             "accepted": grown["accepted"],

@@ -42,8 +42,21 @@ SPEXIS_SERIES = (
     "spexis:held_rows_total",
     "spexis:plain_steps_total",
     "spexis:mode_changes_total",
+    "spexis:forecasts_total",
+    "spexis:forecasts_exceeded_total",
     "spexis:drafts_total",
     "spexis:accepted_drafts_total",
+)
+AHEAD = "spexis:lookahead_kv_tokens"
+DECISION = "spexis:decision"
+# Of servers that have such a policy on; without one they are not missed.
+POLICY_SERIES = (
+    "spexis:held_requests",
+    "spexis:kv_tokens",
+    AHEAD,
+    "spexis:lookahead_due_kv_tokens",
+    "spexis:lookahead_came_kv_tokens",
+    DECISION,
 )
 
 
@@ -62,6 +75,15 @@ class Drafter:
     drafts_per_second: float
     acceptance: float | None
     acceptance_since_start: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """The last decision of a policy; several engines may differ."""
+
+    policy: str
+    choice: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +122,22 @@ class Snapshot:
     """Share of steps for which speculation was off for all requests."""
     mode_changes: float | None
     """Since the server's start."""
-    # From here to `decision`: series not every version has; without one no note.
+    # From here to `decisions`: POLICY_SERIES, and what look-ahead counted.
     held_requests: float | None
     kv_tokens: float | None
     lookahead_kv_tokens: float | None
-    decision: dict[str, str]
-    """Labels of spexis:decision, as they are."""
+    """The highest of the upper quantiles ahead."""
+    lookahead_steps: int | None
+    """How many steps ahead that is."""
+    due_kv_tokens: float | None
+    """The newest forecast that came due."""
+    came_kv_tokens: float | None
+    """What its requests held then."""
+    forecasts: float | None
+    """That came due, since the server's start."""
+    forecasts_exceeded: float | None
+    """Share of these that were too low."""
+    decisions: tuple[Decided, ...]
     notes: tuple[str, ...]
     """What could not be shown and why, one line each."""
 
@@ -121,6 +153,9 @@ def take_snapshot(before: Scrape, after: Scrape) -> Snapshot:
     law = None
     if acceptance is not None and stages:
         law = rows_per_token(min(1.0, acceptance), len(stages))
+    ahead = window.now_by(AHEAD, "steps")
+    highest = max(ahead, key=lambda steps: ahead[steps], default=None)
+    forecasts = window.now("spexis:forecasts_total")
     return Snapshot(
         seconds=window.seconds,
         restarted=window.restarted,
@@ -150,8 +185,13 @@ def take_snapshot(before: Scrape, after: Scrape) -> Snapshot:
         mode_changes=window.now("spexis:mode_changes_total"),
         held_requests=window.now("spexis:held_requests"),
         kv_tokens=window.now("spexis:kv_tokens"),
-        lookahead_kv_tokens=window.now("spexis:lookahead_kv_tokens"),
-        decision=_decision(window),
+        lookahead_kv_tokens=None if highest is None else ahead[highest],
+        lookahead_steps=None if highest is None else int(highest),
+        due_kv_tokens=window.now("spexis:lookahead_due_kv_tokens"),
+        came_kv_tokens=window.now("spexis:lookahead_came_kv_tokens"),
+        forecasts=forecasts,
+        forecasts_exceeded=ratio(window.now("spexis:forecasts_exceeded_total"), forecasts),
+        decisions=_decisions(window),
         notes=_notes(after),
     )
 
@@ -186,12 +226,11 @@ def _drafters(window: Window) -> tuple[Drafter, ...]:
     )
 
 
-def _decision(window: Window) -> dict[str, str]:
-    for name in ("spexis:decision", "spexis:decision_info"):
-        for key, value in window.after.get(name, {}).items():
-            if value > 0:
-                return {k: v for k, v in key if k not in ("model_name", "engine")}
-    return {}
+def _decisions(window: Window) -> tuple[Decided, ...]:
+    labels = [dict(key) for key, value in window.after.get(DECISION, {}).items() if value > 0]
+    names = ("policy", "choice", "reason")
+    found = sorted({tuple(which.get(name, "") for name in names) for which in labels})
+    return tuple(Decided(**dict(zip(names, values, strict=True))) for values in found)
 
 
 def _notes(scrape: Scrape) -> tuple[str, ...]:

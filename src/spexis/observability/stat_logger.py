@@ -9,10 +9,12 @@ Series (labels model_name, engine; counters end in _total):
     spexis:pipeline_slot{stage,kind}   row passes per stage: prompt, real, draft, discarded, stale;
                                        kind idle: steps the stage had no work
     spexis:steps, spexis:tokens, spexis:discarded_rows, spexis:held_rows
-    spexis:plain_steps, spexis:mode_changes
+    spexis:plain_steps, spexis:mode_changes, spexis:forecasts, spexis:forecasts_exceeded
     spexis:drafts{drafter_version}, spexis:accepted_drafts{drafter_version}
+What the policies see and decided are gauges, in policy_series.py.
 
-Invariant: every series is a counter, so several API servers add up; rates are the reader's work.
+Invariant: every series here is a counter, so several API servers add up; rates are the reader's
+work.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from spexis.config import SpexisConfig
 from spexis.core.law import rows_per_token
 from spexis.observability import wire
 from spexis.observability.counters import FIELDS, ratio
+from spexis.observability.policy_series import PolicySeries
 
 logger = init_logger("vllm.spexis")
 
@@ -75,6 +78,8 @@ class SpexisStatLogger(AggregateStatLoggerBase):
             "held": counter("held_rows", "Guesses not run on purpose."),
             "plain_steps": counter("plain_steps", "Steps while speculation was off for all."),
             "mode_changes": counter("mode_changes", "Times speculation went off or on."),
+            "forecasts": counter("forecasts", "Forecasts of KV memory whose time came."),
+            "forecasts_exceeded": counter("forecasts_exceeded", "Of these, those too low."),
         }
         self._by_version = {
             "drafts": counter("drafts", "Guesses whose truth is known.", "drafter_version"),
@@ -84,6 +89,12 @@ class SpexisStatLogger(AggregateStatLoggerBase):
             SimpleNamespace(num_speculative_tokens=1),
             labels,
             {index: [self.model_name, str(index)] for index in engine_indexes},
+        )
+        self._policies = PolicySeries(
+            self.model_name,
+            engine_indexes,
+            lookahead=config.lookahead,
+            live_mode=config.mode == "auto",
         )
         for index in engine_indexes:  # series exist from the start, at 0
             self._count(index, dict.fromkeys(FIELDS, 0), None)
@@ -99,6 +110,7 @@ class SpexisStatLogger(AggregateStatLoggerBase):
             return
         counts, version = wire.read(scheduler_stats)
         self._count(engine_idx, counts, version)
+        self._policies.set(engine_idx, wire.read_state(scheduler_stats))
         if scheduler_stats.spec_decoding_stats is not None:
             self._stock.observe(scheduler_stats.spec_decoding_stats, engine_idx)
         interval = self._interval[engine_idx]
