@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spexis.bench.memory import LIMIT
 from spexis.core.cost_model import CostModel
 from spexis.simulator.drafts import DraftSource
 from spexis.simulator.serving import Serving, Settings
@@ -26,6 +25,7 @@ from spexis.simulator.trace import Trace
 
 STAGES, BLOCK_SIZE, AMPLE = 2, 32, 512
 MAX_SEQS, BUDGET, MAX_LEN = 16, 256, 1024
+LIMIT = 400  # max_tokens that every request states
 SEEDS = 8
 WANTED_THROUGHPUT, WANTED_RECOMPUTED = 0.10, 0.15
 FEW_TOKENS = 0.01  # of all tokens run: a difference so small is none

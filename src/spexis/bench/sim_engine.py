@@ -30,12 +30,13 @@ import numpy as np
 from spexis.bench import profile as profile_command
 from spexis.bench import sim_fit
 from spexis.bench.engines import EngineSpec, Work, run_engine, write_oracle_file
-from spexis.bench.memory import LIMIT, SLACK, draw_lengths, stop_position
+from spexis.bench.memory import SLACK, draw_lengths, stop_position
 from spexis.bench.prompts import BUILT_IN, chat_token_ids
 from spexis.bench.sim_compare import (
     AMPLE,
     BLOCK_SIZE,
     BUDGET,
+    LIMIT,
     MAX_LEN,
     MAX_SEQS,
     QUICK,
@@ -52,6 +53,7 @@ from spexis.engine.timeline import STOCK_TIMELINE_ENV
 from spexis.simulator import trace as traces
 from spexis.simulator.trace import Trace
 
+SCALES, MOST = (1 / 16, 1 / 4), 192  # of the Azure trace's prompts and answers; tokens at most
 CALIBRATION_RATE = 3.0  # requests a second, unlike any setting's
 
 
@@ -138,9 +140,7 @@ class EngineCheck:
         """(requests of all runs, file for the oracle). Calibration's come first."""
         rng = random.Random(0)
         count = self.calibration + self.requests
-        # Half of bench-memory's lengths: of the Azure trace's, prompts by 1/16, answers by 1/4.
-        drawn = draw_lengths(rng, count, self.trace)
-        lengths = [(max(prompt // 2, 4), max(answer // 2, 2)) for prompt, answer in drawn]
+        lengths = draw_lengths(rng, count, self.trace, SCALES, MOST)
         pieces = chat_token_ids(self.model, list(BUILT_IN))
         prompts = []
         for length, _ in lengths:
