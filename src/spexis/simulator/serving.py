@@ -160,7 +160,7 @@ class Serving:
             self._finish(finished, now)
         held = self._blocks_for_rows()
         kv = rows.held[: rows.size]
-        run = self._which_rows(kv)
+        run = self._which_rows(kv, held)
         if held is not None:
             run = ~held if run is None else run & ~held
         count = rows.feed(step, run) if rows.size else 0
@@ -209,13 +209,13 @@ class Serving:
                 self.modes.update(size, self.selection.histogram, rate)
                 self._mode_tokens, self._mode_since = 0.0, now
 
-    def _which_rows(self, kv: np.ndarray) -> np.ndarray | None:
-        """[size] bool, or None for all."""
+    def _which_rows(self, kv: np.ndarray, held: np.ndarray | None) -> np.ndarray | None:
+        """[size] bool, or None for all. held: [size] bool, who waits for memory."""
         rows, policy = self.rows, self.settings.policy
         if self.num_stages == 1 or not rows.size or policy == "sp":
             return None
         if policy == "pp":
-            return fixed_batch.plain(self.step, rows)
+            return fixed_batch.plain(self.step, rows, held)
         if policy == "pp-stock":
             return rows.known(self.step)
         if policy == "drop":
@@ -224,7 +224,7 @@ class Serving:
             if self.modes.mode is Mode.SP:
                 return None
             probes = self.modes.probes(rows.request[: rows.size])
-            return fixed_batch.plain(self.step, rows) | probes
+            return fixed_batch.plain(self.step, rows, held) | probes
         bonus = self._finish_bonus()
         # Prompts under way take what the rows leave of the budget.
         prefill = bool(self.prompts) * max(self.settings.max_num_batched_tokens - 256, 1)
