@@ -17,22 +17,21 @@ from spexis.bench import sim_check, sim_compare, sim_engine, sim_fit
 from spexis.bench.engines import EngineRun
 from spexis.bench.step_watch import StepSize, StepWatch
 from spexis.core.cost_model import CostModel
-from spexis.core.stage_profile import StagePoints, StageProfile
+from spexis.core.profile_file import ProfileFile
 from spexis.simulator.trace import Trace
 
-PROFILE = StageProfile(
-    hardware="cpu",
-    model="m",
-    layers_per_stage=(15, 15),
-    measured_layers=15,
-    stages=(
-        StagePoints(
-            points=((1, 64.0, 0.045), (4, 64.0, 0.055), (8, 64.0, 0.07), (16, 64.0, 0.1)),
-            kv_seconds_per_token=1e-6,
-        ),
-    ),
-    head=((1, 0.004), (16, 0.006)),
-)
+FILE = {
+    "format": "spexis-profile-1",
+    "model": {"name": "m", "num_hidden_layers": 30},
+    "layers": 15,
+    "points": [
+        {"rows": rows, "context": context, "seconds": seconds + 1e-6 * rows * context}
+        for rows, seconds in ((1, 0.045), (4, 0.055), (8, 0.07), (16, 0.1))
+        for context in (64, 192)
+    ],
+    "head_seconds": {"1": 0.004, "16": 0.006},
+}
+PROFILE = ProfileFile.of(FILE).stage_profile()
 LINK, HOST, PREPARE = -0.003, 0.005, 0.002
 
 
@@ -283,7 +282,7 @@ def pretended(monkeypatch, tmp_path):
         monkeypatch.setattr(sim_engine, "run_engine", engines)
         monkeypatch.setattr(sim_engine, "chat_token_ids", lambda model, texts: [list(range(30))])
         monkeypatch.setattr("spexis.demo_model.demo_model_dir", lambda: "demo")
-        monkeypatch.setattr(sim_engine.EngineCheck, "profile", lambda self: PROFILE)
+        monkeypatch.setattr(sim_engine.EngineCheck, "profile", lambda self: FILE)
         check = sim_engine.EngineCheck(folder=tmp_path, note=lambda line: None, **arguments)
         return engines, check
 
@@ -293,7 +292,8 @@ def pretended(monkeypatch, tmp_path):
 def test_six_settings_over_pretended_engines(pretended):
     engines, check = pretended(requests=24, calibration=8)
     progress = []
-    rows = check.run(lambda: progress.append(1))
+    recorded = check.run(lambda: progress.append(1))
+    rows, fitted = sim_engine.predict(json.loads(json.dumps(recorded)))
     assert [row["setting"] for row in rows] == [s.name for s in sim_compare.SETTINGS]
     assert len(progress) == check.num_steps == 7
     assert len(engines.started) == 6  # the reference, and two settings share an engine
@@ -312,12 +312,47 @@ def test_six_settings_over_pretended_engines(pretended):
     }
     assert prompts["calibrate sp"] == prompts["calibrate pp"] != prompts["sp 1"]
     assert prompts["sp 1"] == prompts["sp-short 2"]
-    assert set(check.described) == {s.name for s in sim_compare.SETTINGS}
+    assert set(fitted) == {s.name for s in sim_compare.SETTINGS}
+    assert recorded["settings"]["pp"]["rounds"][0]["acceptance"] is None
+    assert recorded["failures"] == []
+
+
+def test_what_was_recorded_is_simulated_again_without_an_engine(pretended, tmp_path, capsys):
+    _, check = pretended(quick=True)
+    recorded, path = check.run(), tmp_path / "first.json"
+    path.write_text(json.dumps({"found": {"engine": {"recorded": recorded}}}))
+    argv = ["--parts", "engine", "--quick", "--recorded", str(path)]
+    assert sim_check.main([*argv, "--output", str(tmp_path / "again.json")]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(last["engine"]["throughput_error"]) == set(sim_compare.QUICK)
+    assert "recorded" not in last["engine"]
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert again["found"]["engine"]["recorded"] == json.loads(json.dumps(recorded))
+    (tmp_path / "none.json").write_text("{}")
+    assert sim_check.main([*argv[:-1], str(tmp_path / "none.json")]) == 2
+    assert "no result with an engine part" in capsys.readouterr().err
+
+
+def test_an_engine_that_fails_leaves_the_others(pretended):
+    engines, check = pretended(quick=True)
+    answer = engines.answer
+
+    def fail(spec, item, number):
+        if spec.drafter is None and item.name == "warm":
+            raise RuntimeError("engine ended early\nits log")
+        return answer(spec, item, number)
+
+    engines.answer = fail
+    recorded = check.run()
+    assert recorded["failures"] == ["engine ended early"]
+    rows, _ = sim_engine.predict(recorded)
+    assert [row["setting"] for row in rows] == ["sp"]
+    assert not sim_check.judged_engine(rows, quick=True)["ok"]
 
 
 def test_an_engine_that_is_slower_than_it_was_is_seen(pretended):
     _, check = pretended(slower=1.2, quick=True)
-    rows = check.run()
+    rows, _ = sim_engine.predict(check.run())
     assert [row["setting"] for row in rows] == list(sim_compare.QUICK)
     assert all(row["throughput_error"] > 0.1 and not row["ok"] for row in rows)
 

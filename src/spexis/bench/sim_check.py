@@ -40,6 +40,7 @@ from spexis.simulator.drafts import DraftSource
 PARTS = ("law", "published", "selection", "engine")
 LAW_STAGES = (2, 3, 4, 8)
 LAW_ACCEPTANCES = tuple(round(0.1 * i, 1) for i in range(11))
+FILE_ONLY = ("rows", "fitted", "recorded")  # not for the JSON line
 WANTED_LAW, WANTED_SELECTION = 0.01, 0.99
 # Rows whose winner the simulator does not name, and why (docs/scheduling.md, "Published rows").
 DIFFERENT_WINNER = {
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The JSON line, of what each part found."""
     lines = {
-        part: {key: value for key, value in figures.items() if key not in ("rows", "fitted")}
+        part: {key: value for key, value in figures.items() if key not in FILE_ONLY}
         for part, figures in found.items()
     }
     return {
@@ -96,7 +97,7 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Figures with "ok"; what is under "rows" and "fitted" goes to the result file alone."""
+    """Figures with "ok"; those of FILE_ONLY go to the result file alone."""
     runs = {
         "law": law_part,
         "published": published_part,
@@ -190,16 +191,28 @@ def judged_selection(rows: Sequence[dict]) -> dict[str, Any]:
 
 def engine_part(args: argparse.Namespace) -> dict[str, Any]:
     from spexis.bench import engines
-    from spexis.bench.sim_engine import EngineCheck
+    from spexis.bench.sim_engine import EngineCheck, predict
 
-    engines.kill_on_signals()
-    with tempfile.TemporaryDirectory(prefix="spexis-sim-check-") as folder:
-        check = EngineCheck(folder=Path(folder), quick=args.quick, trace=args.trace)
-        with tqdm(total=check.num_steps, desc="engine", unit="engine", file=sys.stderr) as bar:
-            check.note = lambda line: bar.write(line, file=sys.stderr)
-            rows = check.run(bar.update)
+    if args.recorded:
+        recorded = read_recorded(args.recorded)
+    else:
+        engines.kill_on_signals()
+        with tempfile.TemporaryDirectory(prefix="spexis-sim-check-") as folder:
+            check = EngineCheck(folder=Path(folder), quick=args.quick, trace=args.trace)
+            with tqdm(total=check.num_steps, desc="engine", unit="engine", file=sys.stderr) as bar:
+                check.note = lambda line: bar.write(line, file=sys.stderr)
+                recorded = check.run(bar.update)
+    rows, fitted = predict(recorded)
     print(sim_compare.table(rows))
-    return judged_engine(rows, args.quick) | {"fitted": check.described}
+    return judged_engine(rows, args.quick) | {"fitted": fitted, "recorded": recorded}
+
+
+def read_recorded(path: str) -> dict[str, Any]:
+    """What engines did in an earlier run, from its result file."""
+    try:
+        return json.loads(Path(path).read_text())["found"]["engine"]["recorded"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--recorded {path} is no result with an engine part: {error}") from error
 
 
 def judged_engine(rows: Sequence[dict], quick: bool = False) -> dict[str, Any]:
@@ -280,6 +293,7 @@ def _parser() -> argparse.ArgumentParser:
         "--profile", help="selection: file of `spexis profile` instead of the measured bare stage"
     )
     parser.add_argument("--sharpness", type=float, default=1.5, help="selection: of confidences")
+    parser.add_argument("--recorded", help="engine: result file whose engines are simulated again")
     parser.add_argument("--trace", help="engine: CSV of an Azure LLM trace for lengths, arrivals")
     parser.add_argument("--output", default="out/sim-check.json", help="result file (JSON)")
     return parser

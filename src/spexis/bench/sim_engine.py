@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulator against the engine: the same requests through both, on a CPU (for sim_check.py).
 
-    check = EngineCheck(folder=folder)
-    rows = check.run()          # sim_compare.compared() for each setting
+    recorded = EngineCheck(folder=folder).run()     # what the engine did; plain JSON
+    rows, fitted = predict(recorded)                # sim_compare.compared() for each setting
+
+What was recorded holds all that the simulator is given, so predict() can be asked again without an
+engine (`--recorded`).
 
 The demo model at PP=2. Each engine first runs other requests that arrive otherwise: the calibration
 of the setting behind it. Fitted to the profile of one stage alone and to that calibration are stage
@@ -18,10 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +51,8 @@ from spexis.bench.sim_compare import (
     simulate,
     together,
 )
+from spexis.bench.step_watch import StepSize
 from spexis.core.profile_file import ProfileFile
-from spexis.core.stage_profile import StageProfile
 from spexis.engine.timeline import STOCK_TIMELINE_ENV
 from spexis.simulator import trace as traces
 from spexis.simulator.trace import Trace
@@ -77,8 +81,6 @@ class EngineCheck:
     settings: Sequence[Setting] = SETTINGS
     note: Callable[[str], object] = print
     """Takes a line about what is going on."""
-    described: dict[str, Any] = field(default_factory=dict)
-    """What the simulator was fitted to, for the result file."""
 
     def __post_init__(self) -> None:
         from spexis.demo_model import demo_model_dir
@@ -97,26 +99,29 @@ class EngineCheck:
         """Of run(), for a progress bar: profile, reference, engines."""
         return 2 + len({s.engine for s in self.settings})
 
-    def run(self, progress: Callable[[], object] = lambda: None) -> list[dict[str, Any]]:
+    def run(self, progress: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """What predict() wants."""
         self.note("profile of one stage")
-        profile = self.profile()
+        recorded: dict[str, Any] = {"profile": self.profile(), "settings": {}, "failures": []}
         progress()
         self.note("reference answers")
         pool, reference = self.pool()
         progress()
-        rows = []
         for engine in dict.fromkeys(s.engine for s in self.settings):
             settings = [s for s in self.settings if s.engine == engine]
             self.note(f"engine for {', '.join(s.name for s in settings)}")
-            rows += self.measure(settings, pool, reference, profile)
+            try:
+                recorded["settings"] |= self.measure(settings, pool, reference)
+            except (RuntimeError, ValueError) as error:  # the others are worth keeping
+                self.note(f"failed: {error}")
+                recorded["failures"].append(str(error).splitlines()[0])
             progress()
-        order = [s.name for s in self.settings]
-        return sorted(rows, key=lambda row: order.index(row["setting"]))
+        return recorded
 
     # -- what the simulator is fitted to -----------------------------------------------------------
 
-    def profile(self) -> StageProfile:
-        """By `spexis profile` of the same model: one stage alone on one core."""
+    def profile(self) -> dict[str, Any]:
+        """The file of `spexis profile` of the same model: one stage alone on one core."""
         path = self.folder / "profile.json"
         batches, contexts, repeats = ("1", "4", "8", "16"), ("64", "192"), "2"
         if self.quick:
@@ -130,9 +135,7 @@ class EngineCheck:
             code = profile_command.main(arguments)
         if code:
             raise RuntimeError(f"spexis profile ended with {code}:\n{printed.getvalue()}")
-        file = ProfileFile.load(path)
-        self.described["profile"] = {"command": arguments[1:-2], "points": file.block["points"]}
-        return file.stage_profile()
+        return json.loads(path.read_text())
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -193,8 +196,8 @@ class EngineCheck:
         settings: Sequence[Setting],  # of one engine
         pool: Sequence[Request],
         reference: str,
-        profile: StageProfile,
-    ) -> list[dict[str, Any]]:
+    ) -> dict[str, dict[str, Any]]:
+        """By setting: steps of its calibration, and each round's requests and figures."""
         first = settings[0]
         timeline = str(self.folder / f"{first.name}.timeline")
         block = {"lookahead": first.lookahead, "timeline_log": timeline} if first.drafter else {}
@@ -222,43 +225,24 @@ class EngineCheck:
         ]
         with _stock_timeline(timeline if first.drafter is None else None):
             results = self.start(spec, work)
-        found, ended, measured, simulated = [], [], [], []
-        settings_left, fitted = list(settings), None
+        found: dict[str, dict[str, Any]] = {}
+        ended: list[int] = []
         for name, rows, _ in plan:
             result = results[name]
-            if name.startswith("calibrate"):
-                setting = settings_left.pop(0)
+            kind, _, setting = name.partition(" ")
+            if kind == "calibrate":
                 runs = sim_fit.stage_runs(timeline, result["step_log"], STAGES)
-                fitted = sim_fit.fit(profile, runs)
-                self.described[setting.name] = fitted.described()
-                measured, simulated = [], []
-            elif fitted is not None:
-                measured.append(figures(rows, result))
-                simulated.append(self.predicted(setting, rows, result, fitted, ended))
-                if len(measured) == setting.rounds:
-                    found.append(compared(setting.name, together(measured), together(simulated)))
+                steps = [[*run.size, run.begin, run.end] for run in runs]
+                found[setting] = {"calibration": steps, "rounds": []}
+            elif kind != "warm":
+                one = {
+                    **given(rows, result),
+                    "ended": list(ended),
+                    "figures": figures(rows, result),
+                }
+                found[kind]["rounds"].append(one)
             ended += [len(answer) for answer in _answers(result)]
         return found
-
-    def predicted(self, setting, rows, result, fitted, ended) -> dict[str, float]:
-        counters = result["counters"]
-        trace = Trace.of(
-            setting.name,
-            [row["arrive_seconds"] for row in rows],
-            [len(row["prompt_token_ids"]) for row in rows],
-            [len(answer) for answer in _answers(result)],
-        )
-        acceptance = None
-        if setting.drafter is not None:
-            acceptance = counters["accepted"] / max(counters["drafts"], 1)
-        return simulate(
-            setting,
-            trace,
-            blocks=result["num_blocks"] - 1,  # one is vLLM's null block
-            acceptance=acceptance,
-            cost=fitted.cost,
-            ended=ended,
-        )
 
     def start(self, spec: EngineSpec, work: list[Work]) -> dict[str, dict]:
         def show(event: dict) -> None:
@@ -269,6 +253,49 @@ class EngineCheck:
         if run.error:
             raise RuntimeError(run.error)
         return run.results
+
+
+def predict(recorded: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(a row for each setting, what the simulator was fitted to)"""
+    profile = ProfileFile.of(recorded["profile"]).stage_profile()
+    rows, described = [], {}
+    for setting in SETTINGS:
+        if setting.name not in recorded["settings"]:
+            continue
+        record = recorded["settings"][setting.name]
+        runs = [
+            sim_fit.StageRun(StepSize(*size), tuple(begin), tuple(end))
+            for *size, begin, end in record["calibration"]
+        ]
+        fitted = sim_fit.fit(profile, runs)
+        described[setting.name] = fitted.described()
+        simulated = [
+            simulate(
+                setting,
+                Trace.of(setting.name, one["arrival"], one["prompt"], one["answer"]),
+                blocks=one["blocks"],
+                acceptance=one["acceptance"],
+                cost=fitted.cost,
+                ended=one["ended"],
+            )
+            for one in record["rounds"]
+        ]
+        measured = together([one["figures"] for one in record["rounds"]])
+        rows.append(compared(setting.name, measured, together(simulated)))
+    return rows, described
+
+
+def given(rows: Sequence[dict], result: dict) -> dict[str, Any]:
+    """What the simulator is told of these requests and the engine."""
+    counters = result["counters"]
+    return {
+        "arrival": [row["arrive_seconds"] for row in rows],
+        "prompt": [len(row["prompt_token_ids"]) for row in rows],
+        "answer": [len(answer) for answer in _answers(result)],
+        "blocks": result["num_blocks"] - 1,  # one is vLLM's null block
+        # None: nothing is drafted (stock vLLM).
+        "acceptance": counters["accepted"] / max(counters["drafts"], 1) if counters else None,
+    }
 
 
 def figures(rows: Sequence[dict], result: dict) -> dict[str, float]:
