@@ -73,10 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "versions": machine.versions(),
         "found": found,
     }
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
+    save(args.output, record)
     print(json.dumps(result))
     return 0 if result["ok"] else 1
+
+
+def save(path: str, record: dict[str, Any]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -202,6 +206,9 @@ def engine_part(args: argparse.Namespace) -> dict[str, Any]:
             with tqdm(total=check.num_steps, desc="engine", unit="engine", file=sys.stderr) as bar:
                 check.note = lambda line: bar.write(line, file=sys.stderr)
                 recorded = check.run(bar.update)
+        # Should the rest fail, a quarter of an hour is not lost: --recorded reads this.
+        kept = {"engine": {"recorded": recorded}}
+        save(args.output, {"name": "sim-check", "ok": False, "found": kept})
     rows, fitted = predict(recorded)
     print(sim_compare.table(rows))
     return judged_engine(rows, args.quick) | {"fitted": fitted, "recorded": recorded}
