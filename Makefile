@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 SPEXIS := $(VENV)/bin/spexis
 
 .PHONY: help setup model demo test test-all lint exact histories soak bench-cpu bench-memory bench-ladder \
-  plan-check eval-drafter eval-length
+  plan-check sim-check eval-drafter eval-length
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' $(MAKEFILE_LIST)
@@ -52,6 +52,8 @@ bench-ladder: $(READY) ## mode "auto" against stock PP=2 and Spexis at 1 to 64 s
 	@$(PY) -m spexis.bench.ladder
 plan-check: $(READY) ## the planner's first choice against what was measured on two GPUs
 	@$(PY) -m spexis.bench.plan_check
+sim-check: $(READY) ## the simulator against the law, real engines, published rows; what selection gains
+	@$(PY) -m spexis.bench.sim_check
 eval-drafter: $(READY) ## the shipped drafter's accuracy by task, and its acceptance in the engine
 	@$(SPEXIS) eval exit
 eval-length: $(READY) ## the shipped length predictor: precision and recall by remaining tokens

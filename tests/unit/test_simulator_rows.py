@@ -93,6 +93,18 @@ def test_held_request_keeps_its_rows_and_its_verdict():
     assert rows.known(2)[0] and rows.joint()[0] == 1
 
 
+def test_held_requests_do_not_keep_the_others_from_running():
+    rows = Rows(2, DraftSource(1.0))
+    for i in range(4):
+        rows.add(0, i, 10, 3)
+    rows.begin_step(1)
+    rows.feed(1, np.zeros(4, bool))
+    rows.begin_step(2)
+    assert fixed_batch.plain(2, rows).tolist() == [True, True, False, False]
+    held = np.array([True, True, False, False])
+    assert fixed_batch.plain(2, rows, held).tolist() == [False, False, True, True]
+
+
 def test_removal_keeps_the_others_whole():
     rows = Rows(3, DraftSource(0.7), capacity=2)
     for i in range(9):

@@ -19,6 +19,7 @@ from spexis.bench.engines import EngineSpec, Work, build_llm
 from spexis.bench.recompute import Recomputed
 from spexis.bench.scenario import Context, Request
 from spexis.bench.scenarios import SCENARIOS
+from spexis.bench.step_watch import StepWatch
 
 
 def serve(
@@ -27,6 +28,8 @@ def serve(
     begin = time.monotonic()
     llm = build_llm(spec)
     core = llm.llm_engine.engine_core.engine_core
+    if any(item.watch_steps for item in work):
+        StepWatch.on(core.scheduler)  # before the first step, which workers count too
     emit(event="started", seconds=time.monotonic() - begin)
     is_stock = spec.drafter is None
     own: dict[str, dict] = {}
@@ -70,6 +73,9 @@ def run_work(llm, item: Work, context: Context, is_stock: bool, emit) -> dict:
     policy_before = lookahead.seconds if lookahead else 0.0
     recomputed = Recomputed.on(scheduler)
     recomputed.reset()
+    watch = StepWatch.on(scheduler) if item.watch_steps else None
+    if watch:
+        watch.take()
     begin = time.monotonic()
     finals, times, steps = drive(
         llm, requests, {} if is_stock else actions, is_stock, emit, item.name
@@ -95,6 +101,7 @@ def run_work(llm, item: Work, context: Context, is_stock: bool, emit) -> dict:
         "max_model_len": context.max_model_len,
         "steps": steps,
         "seconds": seconds,
+        "step_log": watch.take() if watch else None,
     }
 
 

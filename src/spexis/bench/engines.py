@@ -77,6 +77,8 @@ class Work:
     """{"drafter": block} or {"trust_guesses": {}}: what driver.PREPARE does to the workers first;
     {"oracle_lengths": {}}: what PREPARE_SCHEDULER does to the scheduler. Another drafter this way
     saves the start of another engine."""
+    watch_steps: bool = False
+    """Also bring what was in each step (step_watch.py), as "step_log"."""
 
 
 @dataclass(kw_only=True, slots=True)

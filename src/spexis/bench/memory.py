@@ -225,7 +225,13 @@ def options(blocks: int) -> dict[str, Any]:
     }
 
 
-def draw_lengths(rng: random.Random, count: int, trace: str | None) -> list[tuple[int, int]]:
+def draw_lengths(
+    rng: random.Random,
+    count: int,
+    trace: str | None,
+    scales: tuple[float, float] = (PROMPT_SCALE, ANSWER_SCALE),
+    most: int = MOST,
+) -> list[tuple[int, int]]:
     """[(prompt, answer)] in tokens, scaled."""
     if trace:
         from spexis.simulator.trace import load
@@ -239,7 +245,7 @@ def draw_lengths(rng: random.Random, count: int, trace: str | None) -> list[tupl
         # Prompt and answer hardly correlate there (.09 between logarithms).
         pairs = [(draw(PROMPTS), draw(ANSWERS)) for _ in range(count)]
     return [
-        (min(max(round(p * PROMPT_SCALE), 4), MOST), min(max(round(a * ANSWER_SCALE), 2), MOST))
+        (min(max(round(p * scales[0]), 4), most), min(max(round(a * scales[1]), 2), most))
         for p, a in pairs
     ]
 

@@ -183,6 +183,11 @@ class StageCost:
         self._covariance = covariance * np.outer(scale, scale)
         self.num_observed += 1
 
+    def scale(self, factor: float) -> None:
+        """All times by a factor, as if they had been measured so."""
+        self.theta = self.theta * factor
+        self._coefficients = tuple(self.theta.tolist())
+
     @staticmethod
     def _start_covariance() -> np.ndarray:
         return np.diag(np.square(SPREAD))

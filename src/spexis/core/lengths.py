@@ -90,8 +90,8 @@ class LengthModel:
         generated = np.asarray(generated, np.int64)
         later = generated[:, None] + np.ceil(tokens).astype(np.int64)[None, :]
         if ends is None:
-            now = self.survival[np.minimum(generated, LONGEST)]
-            alive = self.survival[np.minimum(later, LONGEST)] / now[:, None]
+            now = self.survival.take(generated, mode="clip")  # no length is below 0
+            alive = self.survival.take(later, mode="clip") / now[:, None]
         else:
             at = generated if ends_at is None else np.asarray(ends_at, np.int64)
             curve = self._curve(at, np.asarray(ends, float))

@@ -44,6 +44,7 @@ QUANTILE = 1.645  # standard deviations: 95 %
 # nothing else matters.
 MODEL_ERROR = 0.02
 BLOCK_SIZE = 16
+MOST_PREEMPTIONS = 2  # of one request, as long as there is another choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +153,11 @@ class MemoryLookahead:
             return 0
         alive = self.lengths.alive(generated, max_tokens, outlook.more)
         mean, variance = self._moments(kv_tokens, alive, outlook.growth, outlook.horizons)
-        mean = outlook.mean[None, :] + np.cumsum(mean, axis=0)
-        variance = outlook.variance[None, :] + np.cumsum(variance, axis=0)
+        mean = outlook.mean[None, :] + mean.cumsum(axis=0)
+        variance = outlook.variance[None, :] + variance.cumsum(axis=0)
         peaks = (mean + QUANTILE * np.sqrt(variance)).max(axis=1)
         # Also what they hold at once, before anything ended.
-        now = outlook.mean[0] + np.cumsum(np.asarray(kv_tokens) + self.overhead)
+        now = outlook.mean[0] + (np.asarray(kv_tokens) + self.overhead).cumsum()
         fits = np.maximum(peaks, now) <= self.capacity
         count = int(np.argmin(fits)) if not fits.all() else len(fits)
         if count == 0 and num_running == 0 and self.can_ever_run(int(kv_tokens[0])):
@@ -253,5 +254,7 @@ class MemoryLookahead:
         size would have given their pace. Counted for those that are likely to end soon.
         """
         ends = 1.0 - self._alive(running, np.array((float(within),)))
-        share = np.asarray(running.kv_tokens) / max(float(np.mean(running.kv_tokens)), 1.0)
+        kv_tokens = np.asarray(running.kv_tokens)
+        mean = float(np.add.reduce(kv_tokens)) / max(len(kv_tokens), 1)
+        share = kv_tokens / max(mean, 1.0)
         return ends[:, 0] * share * pace

@@ -32,7 +32,7 @@ from vllm.v1.request import RequestStatus
 
 from spexis.core import decisions
 from spexis.core.law import acceptance_for
-from spexis.core.memory import MemoryLookahead, Outlook, Running
+from spexis.core.memory import MOST_PREEMPTIONS, MemoryLookahead, Outlook, Running
 from spexis.core.pace import Pace
 from spexis.core.predictions import Predictions, Told, rounded
 from spexis.engine.kv_forecast import ForecastCheck
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 OUTLOOK_EVERY = 8  # steps
 CANDIDATES = 8  # of the queue, looked at together
-MOST_PREEMPTIONS = 2  # of one request, as long as there is another choice
 
 
 class Lookahead:

@@ -32,8 +32,16 @@ class PipelineClock:
         """Nothing to do before this time."""
         self._free[0] = max(self._free[0], seconds)
 
-    def run(self, step: int, rows: int, prefill_tokens: int, kv_tokens: float) -> float:
-        at = begin = self.next_begin(step)
+    def run(
+        self,
+        step: int,
+        rows: int,
+        prefill_tokens: int,
+        kv_tokens: float,
+        begin: float | None = None,
+    ) -> float:
+        """begin: what next_begin() said, if it was asked. Returns when the verdict is back."""
+        at = begin = self.next_begin(step) if begin is None else begin
         empty = rows + prefill_tokens == 0
         link = 0.0 if empty else self.cost.link(rows + prefill_tokens)
         for s, stage in enumerate(self.cost.stages):

@@ -82,9 +82,15 @@ def run(
     return FixedBatchResult(batch, steps, tokens, num_rows, end - begin)
 
 
-def plain(step: int, rows: Rows) -> np.ndarray:
-    """Plain PP: only true tokens, at most a N-th of the batch in a step, longest waiting first."""
+def plain(step: int, rows: Rows, held: np.ndarray | None = None) -> np.ndarray:
+    """Plain PP: only true tokens, at most a N-th of the batch in a step, longest waiting first.
+
+    held: [size] bool, who must not run; else those that were held longest would keep all others
+    from running.
+    """
     known = rows.known(step)
+    if held is not None:
+        known &= ~held
     limit = -(-rows.size // rows.num_stages)
     if np.count_nonzero(known) > limit:
         order = np.argsort(np.where(known, rows.last_fed[: rows.size], ENDLESS), kind="stable")

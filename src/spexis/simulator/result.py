@@ -25,16 +25,11 @@ class Recorder:
         self.trace, self.kv_blocks = trace, kv_blocks
         self.first = np.full(len(trace), np.nan)
         self.last = np.full(len(trace), np.nan)
-        self.started = np.full(len(trace), np.nan)
         self.refused = self.evictions = self.recomputed_tokens = self.held_rows = 0
         self.rows = self.wasted = self.drafts = self.accepted = self.mode_changes = 0
         self.tokens = self.prefill_tokens = 0
         self._series: list[tuple[float, int, int, int, int]] = []
         self._every, self._count = 1, 0
-
-    def admitted(self, request: int, now: float) -> None:
-        if np.isnan(self.started[request]):
-            self.started[request] = now
 
     def first_token(self, request: int, now: float) -> None:
         self.first[request] = now

@@ -5,7 +5,9 @@
 
 One loop turn is one engine step, in the order of the engine: verdicts of the step N before, blocks,
 which rows run, prompt chunks in what is left of the token budget, then time goes on (clock.py).
-policies: sp, sp-alpha, pp, auto (ModeControl), drop (a fixed share kept out of speculation).
+policies: sp, sp-alpha, pp (as Spexis runs it: requests spread evenly over the steps), pp-stock (as
+vLLM does: micro-batches form as requests come), auto (ModeControl), drop (a fixed share kept out of
+speculation).
 memory: "lookahead" (core/memory.py) or "stock" (admit what fits now, evict the newest).
 
 Invariant: blocks held never exceed the capacity; every request that can ever run is answered.
@@ -23,8 +25,9 @@ import numpy as np
 from spexis.core.acceptance import AcceptanceEstimator
 from spexis.core.cost_model import CostModel
 from spexis.core.law import acceptance_for
-from spexis.core.memory import MemoryLookahead, Outlook, Running
+from spexis.core.memory import MOST_PREEMPTIONS, MemoryLookahead, Outlook, Running
 from spexis.core.mode import Mode, ModeControl
+from spexis.core.pace import Pace
 from spexis.core.selection import Selection
 from spexis.simulator import fixed_batch
 from spexis.simulator.clock import PipelineClock
@@ -33,7 +36,7 @@ from spexis.simulator.result import Recorder, ServingResult
 from spexis.simulator.rows import Rows
 from spexis.simulator.trace import Trace
 
-POLICIES = ("sp", "sp-alpha", "pp", "auto", "drop")
+POLICIES = ("sp", "sp-alpha", "pp", "pp-stock", "auto", "drop")
 MEMORIES = ("lookahead", "stock")
 HISTOGRAM_EVERY = 8  # steps between looks at confidences
 MODE_EVERY = 32
@@ -84,7 +87,10 @@ class Serving:
         self.num_stages = n = cost.num_stages
         self.rows = Rows(n, drafts)
         # Without a drafter (plain PP throughout) its time is not spent.
-        self.clock = PipelineClock(plain_cost if settings.policy == "pp" and plain_cost else cost)
+        plain = settings.policy in ("pp", "pp-stock")
+        self.clock = PipelineClock(plain_cost if plain and plain_cost else cost)
+        # Tokens behind the known ones whose blocks the next row needs: rows in flight.
+        self.ahead = 0 if plain else n - 1
         self.selection = Selection(cost, settings.max_num_seqs)
         self.modes = ModeControl(cost, plain_cost)
         self.drop = fixed_batch.FixedDropRatio(settings.drop_ratio)
@@ -100,15 +106,16 @@ class Serving:
         self.step = self.num_admitted = self.last_rows = self.last_prefill = 0
         self.memory_bound = False  # requests wait for memory
         self._outlook: Outlook | None = None
-        self._outlook_step = self._refused_step = -1
+        self._outlook_step = self._refused_step = self._evicted_step = -1
         self._bonus: np.ndarray | None = None
         self._mode_tokens = self._mode_since = 0.0
-        self._pace = 1.0 / n  # tokens a request gives in a step, lately
+        self.pace = Pace(n)
 
     def run(self, trace: Trace, progress: Callable[[int], None] | None = None) -> ServingResult:
         began, cpu = time.perf_counter(), time.process_time()
         self.trace = trace
         self.generated = np.zeros(len(trace), np.int64)  # of requests that were evicted
+        self.evictions = np.zeros(len(trace), np.int64)
         limit = self.settings.max_tokens or int(trace.output.max()) + 1
         self.limit = np.maximum(trace.output, limit)
         self.record = record = Recorder(trace, self.settings.kv_blocks)
@@ -152,14 +159,14 @@ class Serving:
         if len(finished):
             self._finish(finished, now)
         held = self._blocks_for_rows()
-        kv = rows.prompt[: rows.size] + rows.committed[: rows.size]
-        run = self._which_rows(kv)
+        kv = rows.held[: rows.size]
+        run = self._which_rows(kv, held)
         if held is not None:
             run = ~held if run is None else run & ~held
         count = rows.feed(step, run) if rows.size else 0
         prefill = self._prompt_chunks(self.settings.max_num_batched_tokens - count, now)
-        kv_tokens = float(kv.sum() if run is None else kv[run].sum())
-        self.clock.run(step, count, prefill, kv_tokens)
+        kv_tokens = float(np.add.reduce(kv if run is None else kv[run]))
+        self.clock.run(step, count, prefill, kv_tokens, now)
         self.last_rows, self.last_prefill = count, prefill
         self.record.step(
             now,
@@ -183,7 +190,8 @@ class Serving:
             _, confidence, right = rows.judged
             zeros = np.zeros(len(right))
             self.estimator.observe("simulated", confidence, zeros, zeros, zeros, right)
-        self._pace += 0.02 * (tokens / size - self._pace)
+        if self.settings.memory == "lookahead":
+            self.pace.observe(since_last, tokens, size, self.last_prefill)
         if self.settings.policy in ("sp-alpha", "auto"):
             confidence = None
             if self.step % HISTOGRAM_EVERY == 0 and self.num_stages > 1:
@@ -201,20 +209,22 @@ class Serving:
                 self.modes.update(size, self.selection.histogram, rate)
                 self._mode_tokens, self._mode_since = 0.0, now
 
-    def _which_rows(self, kv: np.ndarray) -> np.ndarray | None:
-        """[size] bool, or None for all."""
+    def _which_rows(self, kv: np.ndarray, held: np.ndarray | None) -> np.ndarray | None:
+        """[size] bool, or None for all. held: [size] bool, who waits for memory."""
         rows, policy = self.rows, self.settings.policy
         if self.num_stages == 1 or not rows.size or policy == "sp":
             return None
         if policy == "pp":
-            return fixed_batch.plain(self.step, rows)
+            return fixed_batch.plain(self.step, rows, held)
+        if policy == "pp-stock":
+            return rows.known(self.step)
         if policy == "drop":
             return self.drop(self.step, rows)
         if policy == "auto" and self.modes.mode is not Mode.ALPHA:
             if self.modes.mode is Mode.SP:
                 return None
             probes = self.modes.probes(rows.request[: rows.size])
-            return fixed_batch.plain(self.step, rows) | probes
+            return fixed_batch.plain(self.step, rows, held) | probes
         bonus = self._finish_bonus()
         # Prompts under way take what the rows leave of the budget.
         prefill = bool(self.prompts) * max(self.settings.max_num_batched_tokens - 256, 1)
@@ -225,8 +235,8 @@ class Serving:
         if not self.memory_bound or self.settings.memory != "lookahead":
             return None
         if self._bonus is None or len(self._bonus) != self.rows.size or self.step % 8 == 0:
-            running = self._running(np.arange(self.rows.size))
-            self._bonus = self.memory.finish_bonus(running, self._pace)
+            running = self._running()
+            self._bonus = self.memory.finish_bonus(running, self.pace.tokens_per_row_step)
         return self._bonus
 
     def _calibrated(self, confidence: np.ndarray) -> np.ndarray:
@@ -238,7 +248,7 @@ class Serving:
         for i in finished.tolist():
             request = int(rows.request[i])
             self.record.finished(request, now)
-            self.memory.lengths.observe(int(rows.need[i]))
+            self.memory.lengths.observe(int(rows.end[i] - rows.prompt[i]))
             self.free_blocks += int(rows.blocks[i])
         rows.remove(finished)
         self._outlook = self._bonus = None
@@ -251,7 +261,7 @@ class Serving:
         if not size:
             return None
         missing = self._missing()
-        total = int(missing.sum())
+        total = int(np.add.reduce(missing))
         held = None
         if total > self.free_blocks:
             held = self._relieve(missing, total - self.free_blocks)
@@ -285,8 +295,7 @@ class Serving:
     def _missing(self) -> np.ndarray:
         """[size] blocks that each request lacks for its rows in flight and the next one."""
         rows, size, block = self.rows, self.rows.size, self.settings.block_size
-        need = rows.prompt[:size] + rows.committed[:size]
-        need += self.num_stages + block - 1
+        need = rows.held[:size] + (self.ahead + block - 1)
         if block & (block - 1):
             need //= block
         else:
@@ -302,16 +311,14 @@ class Serving:
         order = np.argsort(rows.admitted[:size], kind="stable")
         running = self._running(order)
         outlook = self._project(running)
-        rate = self.selection.rate or size * self._pace / self.cost.step_seconds(size)
-        chunk = self.settings.max_num_batched_tokens
         relief = self.memory.relieve(
             outlook,
             running,
             missing[order] > 0,
             short * self.settings.block_size,
-            rate,
-            self.cost.step_seconds(0, chunk) / chunk,
-            self.cost.step_seconds(size),
+            self.pace.tokens_per_second,
+            self.pace.prefill_seconds_per_token,
+            self.pace.step_seconds,
         )
         if len(relief.evict):
             self._evict(order[relief.evict])
@@ -321,15 +328,18 @@ class Serving:
         self.record.held_rows += len(relief.hold)
         return held
 
-    def _running(self, order: np.ndarray) -> Running:
+    def _running(self, order: np.ndarray | None = None) -> Running:
+        """order: indices of the requests, None for all of them as they lie."""
         rows = self.rows
-        committed = rows.committed[order]
-        return Running(rows.prompt[order] + committed, committed, self.limit[rows.request[order]])
+        chosen = slice(rows.size) if order is None else order  # views, that nobody writes to
+        held, requests = rows.held[chosen], rows.request[chosen]
+        often = None if order is None else self.evictions[requests] >= MOST_PREEMPTIONS
+        return Running(held, held - rows.prompt[chosen], self.limit[requests], protected=often)
 
     def _project(self, running: Running | None = None) -> Outlook:
         """Running requests and those whose prompts run."""
         if running is None:
-            running = self._running(np.arange(self.rows.size))
+            running = self._running()
         if self.prompts:
             requests = np.array([p.request for p in self.prompts])
             running = Running(
@@ -342,7 +352,7 @@ class Serving:
     def _acceptance(self) -> float:
         """As it limits growth: that of the real pace."""
         n = self.num_stages
-        return acceptance_for(min(max(self._pace, 1 / n), 1.0), n) if n > 1 else 1.0
+        return acceptance_for(self.pace.tokens_per_row_step, n) if n > 1 else 1.0
 
     def _evict(self, indices: np.ndarray) -> None:
         """Their blocks are free at once: what they have in flight is first in, first out."""
@@ -350,22 +360,29 @@ class Serving:
         order = np.argsort(-rows.admitted[indices], kind="stable")
         for i in indices[order].tolist():  # the oldest comes to the front last
             request = int(rows.request[i])
-            self.generated[request] = rows.committed[i]
+            # Tokens in flight still come back; the last one is kept for when it runs again.
+            late = min(int(rows.valid[:, i].sum()), int(rows.end[i] - rows.held[i]) - 1)
+            self.generated[request] = rows.held[i] - rows.prompt[i] + late
+            self.record.tokens += late
             self.free_blocks += int(rows.blocks[i])
-            self.record.evictions += 1
-            self.record.recomputed_tokens += int(rows.prompt[i] + rows.committed[i])
-            self.queue.appendleft(request)
-        gone = {int(rows.request[i]) for i in indices}
+            self._evicted(request, int(rows.held[i]))
+        gone = {int(r) for r in rows.request[indices] if not self.generated[r]}
         self.first_due = deque(d for d in self.first_due if d[1] not in gone)
         rows.remove(indices)
-        self._outlook = self._bonus = None
+        self._bonus = None
 
     def _evict_prompt(self) -> None:
         prompt = self.prompts.pop()
         self.free_blocks += prompt.blocks
+        self._evicted(prompt.request, prompt.tokens - prompt.tokens_left)
+
+    def _evicted(self, request: int, computed: int) -> None:
+        """computed: tokens that will be computed again."""
+        self.queue.appendleft(request)
+        self.evictions[request] += 1
         self.record.evictions += 1
-        self.queue.appendleft(prompt.request)
-        self._outlook = None
+        self.record.recomputed_tokens += computed
+        self._evicted_step, self._outlook = self.step, None
 
     # -- prompts -----------------------------------------------------------------------------------
 
@@ -377,12 +394,11 @@ class Serving:
                 return ran
             ran += self._chunk(prompt, budget - ran)
         while self.queue and ran < budget:
-            admitted = self._admit()
+            admitted = self._admit(budget - ran)
             if not admitted:
                 break
             for prompt in admitted:
                 self.prompts.append(prompt)
-                self.record.admitted(prompt.request, now)
                 if ran < budget:
                     ran += self._chunk(prompt, budget - ran)
         return ran
@@ -407,16 +423,17 @@ class Serving:
                 self.first_due.append((self.step + self.num_stages, request, prompt.admitted))
         return tokens
 
-    def _admit(self) -> list[Prompt]:
-        """The next ones of the queue that may start now."""
+    def _admit(self, budget: int) -> list[Prompt]:
+        """The next ones of the queue that may start now, with tokens for each of them."""
         settings, rows = self.settings, self.rows
         room = settings.max_num_seqs - rows.size - len(self.prompts)
-        if room <= 0 or self._just_refused():
+        # As vLLM: nobody comes in a step in which somebody had to go.
+        if room <= 0 or self._evicted_step == self.step or self._just_refused():
             return []
         candidates = [self.queue[i] for i in range(min(CANDIDATES, len(self.queue), room))]
         tokens = self.trace.prompt[candidates] + self.generated[candidates]
-        need = (tokens + self.num_stages + settings.block_size - 1) // settings.block_size
-        fit = int(np.searchsorted(np.cumsum(need), self.free_blocks, side="right"))
+        need = (tokens + settings.block_size - 1) // settings.block_size
+        fit = int(need.cumsum().searchsorted(self.free_blocks, side="right"))
         count = fit
         if fit and settings.memory == "lookahead":
             count = min(fit, self._admit_by_outlook(candidates, tokens))
@@ -424,6 +441,7 @@ class Serving:
             self.memory_bound = True
         elif len(candidates) == len(self.queue):
             self.memory_bound = False
+        count = min(count, int((tokens.cumsum() - tokens).searchsorted(budget)))
         started = []
         for request, length, blocks in zip(
             candidates[:count], tokens.tolist(), need.tolist(), strict=False
@@ -438,9 +456,9 @@ class Serving:
 
     def _admit_by_outlook(self, candidates: list[int], tokens: np.ndarray) -> int:
         rows, size = self.rows, self.rows.size
-        if self._outlook is None:
-            held = rows.prompt[:size] + rows.committed[:size]
-            everyone = np.concatenate((held, [p.tokens for p in self.prompts], tokens))
+        # The bound says nothing new where requests wait for memory.
+        if self._outlook is None and not self.memory_bound:
+            everyone = np.concatenate((rows.held[:size], [p.tokens for p in self.prompts], tokens))
             if self.memory.surely_fits(everyone, self._acceptance()):
                 return len(candidates)
         if self._outlook is None or self.step - self._outlook_step >= OUTLOOK_EVERY:

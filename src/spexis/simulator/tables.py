@@ -21,6 +21,7 @@ from spexis.core.cost_model import CostModel
 from spexis.core.presets import HARDWARE, MEASURED, MODELS, STACKS, estimate_profile
 from spexis.core.profile_file import ProfileFile
 from spexis.core.selection import Selection
+from spexis.core.stage_profile import ProfileError, StageProfile
 from spexis.simulator import fixed_batch
 from spexis.simulator.drafts import DraftSource
 from spexis.simulator.rows import Rows
@@ -74,15 +75,25 @@ def selection_row(
     sharpness: float = 1.5,
     steps: int = 2000,
     seed: int = 0,
+    profile: StageProfile | None = None,
 ) -> dict:
-    """Tokens per second without selection, with a fixed drop ratio, with Selection, plain PP."""
-    profile = MEASURED[f"h200-llama-70b-pp{stages}"]
+    """Tokens per second without selection, with a fixed drop ratio, with Selection, plain PP.
+
+    profile: of `spexis profile`, with its drafter, head, links and host; None: the bare stage that
+    was measured first.
+    """
+    if profile is None:
+        profile = MEASURED[f"h200-llama-70b-pp{stages}"]
+    else:
+        profile = profile.split(stages, 1)
+        if profile is None:
+            raise ProfileError(f"the profile cannot be split into {stages} stages of one device")
     if not graph_steps:
         points = tuple(dataclasses.replace(s, graph_sizes=()) for s in profile.stages)
         profile = dataclasses.replace(profile, stages=points)
     cost = CostModel.from_profile(profile)
 
-    def rate(rule, on_step=None, warm_up=200) -> float:
+    def rate(rule, on_step=None, warm_up=200, cost=cost) -> float:
         drafts = DraftSource(acceptance, sharpness, seed=seed)
         run = fixed_batch.run(cost, batch, drafts, rule, steps, warm_up, on_step=on_step)
         return run.tokens_per_second
@@ -91,7 +102,7 @@ def selection_row(
     none = rate(None)
     dropped = rate(fixed_batch.FixedDropRatio(DROP_RATIO))
     selected = rate(chosen, chosen.on_step, 1000)
-    plain = rate(fixed_batch.plain)
+    plain = rate(fixed_batch.plain, cost=CostModel.from_profile(profile, drafter=False))
     return {
         "stages": stages,
         "graph_steps": graph_steps,
@@ -181,11 +192,14 @@ def measured_table(
 
 
 def selection_table(
-    progress: Callable[[], None] = lambda: None, sharpness: float = 1.5, seed: int = 0
+    progress: Callable[[], None] = lambda: None,
+    sharpness: float = 1.5,
+    seed: int = 0,
+    profile: StageProfile | None = None,
 ) -> list[dict]:
     rows = []
     for case in selection_cases():
-        rows.append(selection_row(*case, sharpness=sharpness, seed=seed))
+        rows.append(selection_row(*case, sharpness=sharpness, seed=seed, profile=profile))
         progress()
     return rows
 
