@@ -26,7 +26,7 @@ PROMPTS = [list(range(5, 5 + n)) for n in (3, 40, 130)]
 
 @pytest.mark.parametrize(
     ("stages", "tensor"),
-    [(2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow)],
+    [(2, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((3, 1), (2, 2)))],
 )
 def test_engine_says_what_the_definition_says(stages, tensor, tmp_path):
     model = tiny_model("llama", tmp_path / "model")

@@ -36,7 +36,10 @@ def log(tmp_path_factory):
     return tmp_path_factory.mktemp("policies") / "steps.jsonl"
 
 
-@pytest.fixture(scope="module", params=SELECTIONS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(s, marks=[pytest.mark.slow] * (s == "scheduler")) for s in SELECTIONS],
+)
 def chosen(request, tiny_models, stock, log):
     settings = {
         "selection": request.param,

@@ -202,6 +202,7 @@ def test_both_runners_count_alike(world: World):
     assert v1["counters"] == v2["counters"]
 
 
+@pytest.mark.slow
 def test_both_runners_say_the_same_of_lengths(world: World):
     """What the length predictor said of each answer, as look-ahead learnt from it."""
     said = {}
