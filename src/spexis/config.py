@@ -151,7 +151,14 @@ class SpexisConfig:
         block = _mapping(block, path)
         _known_keys(block, tuple(_FIELDS), path)
         config = cls(**{key: _FIELDS[key](block[key], f"{path}.{key}") for key in block})
-        if config.mode == "sp-alpha" and config.profile is None:
+        if config.mode != "sp-alpha":
+            for key in ("profile", "selection"):
+                if getattr(config, key) is not None:
+                    given = f"{path}.{key} is {getattr(config, key)!r}"
+                    raise ConfigError(
+                        f'{given} with mode "{config.mode}": allowed is null; it is for "sp-alpha"'
+                    )
+        elif config.profile is None:
             raise ConfigError(
                 f'{path}.profile is missing: mode "sp-alpha" needs the file that `spexis profile '
                 "MODEL` writes on this hardware"

@@ -122,7 +122,7 @@ def _create_spexis_config(create: Any, engine_args: Any, *args: Any, **kwargs: A
         engine_args.scheduler_cls, engine_args.worker_cls = before
     checks.check_config(vllm_config, config)
     config = _place(vllm_config, config)
-    if config.mode == "sp-alpha" and config.selection is None:
+    if config.mode == "sp-alpha" and config.selection is None and config.drafter.speculates:
         where = "scheduler" if vllm_config.use_v2_model_runner else "stage"
         config = dataclasses.replace(config, selection=where)
     # A copy, so that the user's own dict is left alone. Every process reads the resolved block.

@@ -80,7 +80,7 @@ def test_every_decision_follows_from_the_logs(chosen, log):
         assert sum(not all(run) for run in runs) > 20
         return
     journal = [
-        json.loads(line) for line in log.with_name(f"{log.name}.stage0").read_text().splitlines()
+        json.loads(line) for line in log.with_name(f"{log.name}.selection").read_text().splitlines()
     ]
     runs = [entry["run"] for entry in journal if "choose" in entry]
     assert sum(not all(run) for run in runs) > 20

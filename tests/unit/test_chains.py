@@ -165,15 +165,15 @@ class Outcomes:
         self.ahead, self.step_number = ahead, 0
         self.next_good = [0] * len(chances)  # first step whose row is good, if its draft was wrong
         self.right = [True] * len(chances)  # the draft of the newest good row
-        self.flying: list[dict[str, bool]] = []
+        self.flying: list[tuple[int, dict[str, bool]]] = []
         self.joint: list[float] = []
         self.good: list[bool] = []
 
     def step(self):
         c = self.chooser
         if len(self.flying) == self.ahead:
-            done = self.flying.pop(0)
-            c.came(list(done), list(done.values()))
+            ran, done = self.flying.pop(0)
+            c.came(list(done), list(done.values()), ran)
             c.observe(
                 0.01 + 0.001 * len(done), sum(done.values()), len(done), len(self.ids), 0.0, 0
             )
@@ -190,7 +190,7 @@ class Outcomes:
                 self.next_good[i] = step + c.num_stages
             rows[self.ids[i]] = good
         c.ran(list(rows), step)
-        self.flying.append(rows)
+        self.flying.append((step, rows))
         return run
 
 
@@ -216,11 +216,11 @@ def test_after_a_held_row_the_next_is_good():
     chooser.ran(["a"], 1)
     assert chooser.good_row("a", 2) == pytest.approx(0.6)  # it would run a draft
     assert chooser.good_row("a", 3) == 1.0  # the verdict of step 1 is in
-    chooser.came(["a"], [True])
+    chooser.came(["a"], [True], 1)
     chooser.ran(["a"], 2)
     # Right and right again, or wrong: then the truth runs in step 3.
     assert chooser.good_row("a", 3) == pytest.approx(0.6 * 0.6 + 0.4)
-    chooser.came(["a"], [False])
+    chooser.came(["a"], [False], 2)
     p = chooser.acceptance(chooser.requests["a"])
     assert p < 0.6 and chooser.good_row("a", 3) == 1.0
     chooser.forget("a")

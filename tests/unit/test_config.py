@@ -112,6 +112,8 @@ def test_round_trip_is_json_and_stable(block):
         ({"placement": {"profile": "p", "drafter_seconds": -1}}, ["drafter_seconds is -1"]),
         ({"steps_in_flight": "2"}, ["steps_in_flight is '2'", "whole number"]),
         ({"steps_in_flight": True}, ["steps_in_flight is True"]),
+        ({"selection": "stage"}, ["selection is 'stage' with mode", "sp-alpha"]),
+        ({"mode": "auto", "profile": "p"}, ["spexis.profile is 'p'", "sp-alpha"]),
         ({"selection": "host"}, ["spexis.selection is 'host'", "stage, scheduler, null"]),
         ({"mode": "sp-alpha"}, ["spexis.profile is missing", "spexis profile"]),
         ({"iteration_log": 1}, ["iteration_log is 1"]),

@@ -209,7 +209,10 @@ def engine_part(args: argparse.Namespace) -> dict[str, Any]:
         # Should the rest fail, a quarter of an hour is not lost: --recorded reads this.
         kept = {"engine": {"recorded": recorded}}
         save(args.output, {"name": "sim-check", "ok": False, "found": kept})
-    rows, fitted = predict(recorded)
+    try:
+        rows, fitted = predict(recorded)
+    except (RuntimeError, ValueError) as error:
+        return {"ok": False, "error": str(error).splitlines()[0], "recorded": recorded}
     print(sim_compare.table(rows))
     return judged_engine(rows, args.quick) | {"fitted": fitted, "recorded": recorded}
 
@@ -229,7 +232,7 @@ def judged_engine(rows: Sequence[dict], quick: bool = False) -> dict[str, Any]:
     wanted = sim_compare.QUICK if quick else [s.name for s in sim_compare.SETTINGS]
     missing = sorted(set(wanted) - {row["setting"] for row in rows})
     return {
-        "ok": not missing and all(row["ok"] for row in rows),
+        "ok": not missing and all(row["ok"] and not row["measured"]["different"] for row in rows),
         "quick": quick,
         "throughput_error": errors("throughput_error"),
         "recomputed_error": errors("recomputed_error"),

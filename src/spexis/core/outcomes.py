@@ -5,7 +5,7 @@
     each step:
         run = chooser.choose(req_ids, step, kv_tokens, prefill_tokens)
         chooser.ran(req_ids_that_run, step)
-        chooser.came(req_ids, good)         # of the oldest step without outcomes; what it took:
+        chooser.came(req_ids, good, step)   # outcomes of that step; what it took:
         chooser.observe(seconds, tokens, rows, requests, kv_tokens, prefill_tokens)
 
 The scheduler plans a step before the step's drafts are made, so it knows no confidence. It knows
@@ -65,14 +65,18 @@ class OutcomeChooser(Chooser):
         for req_id in req_ids:
             self.requests.setdefault(req_id, _Request()).flying.append(step)
 
-    def came(self, req_ids: Sequence[str], good: Sequence[bool]) -> None:
-        """Outcomes of the oldest row of each; good: it gave a token."""
-        self.note("came", list(req_ids), [bool(g) for g in good])
+    def came(self, req_ids: Sequence[str], good: Sequence[bool], step: int) -> None:
+        """Outcomes of the rows that ran in this step; good: it gave a token."""
+        self.note("came", list(req_ids), [bool(g) for g in good], step)
         for req_id, token in zip(req_ids, good, strict=True):
             request = self.requests.get(req_id)
-            if request is None or not request.flying:
+            if request is None:
                 continue  # forgotten since it ran
-            step = request.flying.popleft()
+            while request.flying and request.flying[0] < step:
+                request.flying.popleft()  # vLLM dropped its output
+            if not request.flying or request.flying[0] > step:
+                continue
+            request.flying.popleft()
             known = request.good is not None and not request.broken
             if known and step < request.good + self.num_stages:  # it ran the good row's draft
                 self._judge(request, bool(token))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes every decision of an iteration log again, from its own lines.
 
-    python -m spexis.core.replay steps.jsonl           # and steps.jsonl.stage0, where there is one
+    python -m spexis.core.replay steps.jsonl       # and steps.jsonl.selection, where there is one
 
     differences = replay(lines)            # [] when each decision follows from what was logged
 
@@ -138,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = [json.loads(line) for line in file]
     differences = replay(lines)
     stage = []
-    if os.path.exists(f"{path}.stage0"):
-        with open(f"{path}.stage0", encoding="utf-8") as file:
+    if os.path.exists(f"{path}.selection"):
+        with open(f"{path}.selection", encoding="utf-8") as file:
             stage = [json.loads(line) for line in file]
         differences += replay_selection(stage)
     print(*differences[:20], sep="\n", end="\n" if differences else "")

@@ -105,6 +105,11 @@ class SpexisV1Mixin:
         self.pending: Pending | None = None
         self.pp_sends: list = []
         self.timeline = Timeline.open(self.spexis_config.timeline_log, self.pp.rank_in_group)
+        self.stage_selects = (
+            self.spexis_config.mode == "sp-alpha"
+            and self.spexis_config.selection == "stage"
+            and self.spexis_config.drafter.speculates
+        )
 
     def load_model(self, *args, **kwargs) -> None:
         super().load_model(*args, **kwargs)
@@ -177,23 +182,34 @@ class SpexisV1Mixin:
         self.num_calls += 1
         self._update_states(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
+            if self.selector:
+                self.selector.no_choice()
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.num_steps += 1
         rows = self._step_rows(scheduler_output)
+        if not self.stage_selects:  # else which rows run is not known yet
+            self._prepare_host_inputs(rows)
         if self.pp.is_first_rank:
             self._apply_verdicts(scheduler_output.spexis_num_verdicts)
             start = self.first_stage.position[rows.slots]
             token = self.first_stage.token[rows.slots]
-            held = self.selector.choose(rows, start) if self.selector else None
         else:
             start, token = (intermediate_tensors[k] for k in SENT_KEYS)
+        if self.stage_selects:
+            self._leave_out(rows, start, intermediate_tensors)
+            self._prepare_host_inputs(rows)
+        with self.timeline.busy(self.num_steps, rows):
+            return self._run_stage(scheduler_output, rows, start, token, intermediate_tensors)
+
+    def _leave_out(self, rows: StepRows, start, intermediate_tensors) -> None:
+        """The rows that the first stage holds back, there and as it tells the others."""
+        if self.pp.is_first_rank:
+            held = self.selector.choose(rows, start)
+        else:
             held = intermediate_tensors.tensors.get(HELD_KEY)
             held = None if held is None else held.numpy()
         if held is not None:
             rows.hold(held)
-        self._prepare_host_inputs(rows)
-        with self.timeline.busy(self.num_steps, rows):
-            return self._run_stage(scheduler_output, rows, start, token, intermediate_tensors)
 
     def _run_stage(self, scheduler_output, rows, start, token, intermediate_tensors):
         # Prefill rows run from the scheduler's count, decode rows from the first stage's.

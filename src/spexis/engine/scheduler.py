@@ -228,7 +228,7 @@ class SpexisScheduler(AsyncScheduler):
             self.counters.discarded_rows += 1
             take_back(request)
         if self.chooser is not None:
-            self.chooser.came(list(outcomes), list(outcomes.values()))
+            self.chooser.came(list(outcomes), list(outcomes.values()), call)
 
     # ------------------------------------------------------------ prefix cache
     def _cache_only_verified_blocks(self) -> None:

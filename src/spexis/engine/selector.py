@@ -31,6 +31,7 @@ from spexis.core.chains import DraftChooser
 from spexis.core.profile_file import ProfileFile
 from spexis.engine.verdict import NO_TOKEN
 
+JOURNAL_SUFFIX = ".selection"  # behind the iteration log's name
 HELD_KEY = "spexis_held"  # [R] bool, travels with the hidden states
 
 
@@ -38,10 +39,8 @@ class DraftSelector:
     @classmethod
     def build(cls, runner) -> DraftSelector | None:
         config: SpexisConfig = runner.spexis_config
-        wanted = config.selection == "stage" and config.drafter.speculates
-        if not wanted or not runner.pp.is_first_rank:
-            return None
-        return cls(config, runner)
+        wanted = runner.stage_selects and runner.pp.is_first_rank
+        return cls(config, runner) if wanted else None
 
     def __init__(self, config: SpexisConfig, runner):
         tp = get_tp_group()
@@ -62,7 +61,9 @@ class DraftSelector:
         self._journal = None
         if config.iteration_log is not None and tp.rank_in_group == 0:
             # Open as long as the stage lives.
-            self._journal = Path(f"{config.iteration_log}.stage0").open("w", buffering=1)  # noqa: SIM115
+            path = Path(f"{config.iteration_log}{JOURNAL_SUFFIX}")
+            path.parent.mkdir(parents=True, exist_ok=True)  # the scheduler's log comes later
+            self._journal = path.open("w", buffering=1)
             self._journal.write(json.dumps({"setup": setup}) + "\n")
             self.chooser.journal = []
 
@@ -72,10 +73,11 @@ class DraftSelector:
     def choose(self, rows, start: torch.Tensor) -> np.ndarray | None:
         """[R] bool: rows held back. start: [R] position of each row's first token."""
         now, last = time.monotonic(), self._last_begin
-        self._last_begin = now
         decode = np.flatnonzero(~rows.is_prefill.numpy())
         if not len(decode):
+            self.no_choice()
             return None
+        self._last_begin = now
         positions = start.numpy()[decode]
         run = self.chooser.choose(
             rows.slots_np[decode],
@@ -93,6 +95,10 @@ class DraftSelector:
             held = self.tp.broadcast(sent, src=0).numpy().astype(bool)
         self._write()
         return held if held.any() else None
+
+    def no_choice(self) -> None:
+        """A step without decode rows, or nothing to do: what comes next says nothing of a step."""
+        self._last_begin = None
 
     def drafted(self, rows, positions: torch.Tensor, confidence: torch.Tensor) -> None:
         """Guesses of the rows that sample. positions, confidence: [R], of the guesses."""

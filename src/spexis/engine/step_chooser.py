@@ -4,7 +4,7 @@
     chooser = StepChooser(scheduler)
     chooser.before_schedule()                    # holds requests whose row does not pay
     chooser.scheduled(rows)                      # the step's decode rows
-    chooser.came(req_ids, good)                  # a step's outcomes
+    chooser.came(req_ids, good, step)            # a step's outcomes
     chooser.observe(...)                         # and what it took
 
 A held request is not scheduled in the coming step and asked again in the next one. That is all: no
@@ -53,6 +53,7 @@ class StepChooser:
             r
             for r in s.running
             if not r.is_prefill_chunk
+            and not _ends_in_flight(r)
             and r.next_decode_eligible_step <= step
             and not r.use_structured_output
             and speculates(r)
@@ -74,9 +75,9 @@ class StepChooser:
         if rows:
             self.chooser.ran(list(rows), self.scheduler.current_step)
 
-    def came(self, req_ids: Sequence[str], good: Sequence[bool]) -> None:
+    def came(self, req_ids: Sequence[str], good: Sequence[bool], step: int) -> None:
         if req_ids:
-            self.chooser.came(req_ids, good)
+            self.chooser.came(req_ids, good, step)
 
     def observe(
         self, seconds: float, tokens: int, rows: Mapping[str, bool], requests: int, prefill: int
@@ -85,3 +86,10 @@ class StepChooser:
         found = self.scheduler.requests
         kv_tokens = sum(found[r].num_computed_tokens for r in rows if r in found)
         self.chooser.observe(seconds, tokens, len(rows), requests, float(kv_tokens), prefill)
+
+
+def _ends_in_flight(request) -> bool:
+    """vLLM schedules no row more where those in flight reach the request's limit."""
+    placeholders = request.num_output_placeholders
+    known = request.num_computed_tokens + 2 - placeholders
+    return placeholders > 0 and known >= request.num_prompt_tokens + request.max_tokens

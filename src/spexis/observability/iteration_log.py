@@ -9,7 +9,7 @@
 
 With look-ahead also its decisions since the last line, with mode "auto" what it saw of the step;
 with mode "sp-alpha" which rows were chosen from what, or the first stage writes that to
-steps.jsonl.stage0. All of it can be computed again (core/replay.py).
+steps.jsonl.selection. All of it can be computed again (core/replay.py).
 
 Invariant: lines are in step order, and the sums over a file equal the scheduler's counters. A log
 that was not asked for costs one method call a step.
