@@ -178,7 +178,7 @@ class Outcomes:
                 0.01 + 0.001 * len(done), sum(done.values()), len(done), len(self.ids), 0.0, 0
             )
         self.step_number = step = self.step_number + 1
-        joint = [c.good_row(req_id, step) for req_id in self.ids]
+        joint = c.good_rows(self.ids, step)
         run = c.choose(self.ids, step, np.zeros(len(self.ids)))
         rows = {}
         for i in np.flatnonzero(run):
@@ -212,19 +212,19 @@ def test_outcomes_tell_how_often_rows_are_good(num_stages, ahead):
 
 def test_after_a_held_row_the_next_is_good():
     chooser = OutcomeChooser.from_setup(setup())
-    assert chooser.good_row("a", 1) == 1.0
+    assert chooser.good_rows(["a"], 1)[0] == 1.0
     chooser.ran(["a"], 1)
-    assert chooser.good_row("a", 2) == pytest.approx(0.6)  # it would run a draft
-    assert chooser.good_row("a", 3) == 1.0  # the verdict of step 1 is in
+    assert chooser.good_rows(["a"], 2)[0] == pytest.approx(0.6)  # it would run a draft
+    assert chooser.good_rows(["a"], 3)[0] == 1.0  # the verdict of step 1 is in
     chooser.came(["a"], [True], 1)
     chooser.ran(["a"], 2)
     # Right and right again, or wrong: then the truth runs in step 3.
-    assert chooser.good_row("a", 3) == pytest.approx(0.6 * 0.6 + 0.4)
+    assert chooser.good_rows(["a"], 3)[0] == pytest.approx(0.6 * 0.6 + 0.4)
     chooser.came(["a"], [False], 2)
     p = chooser.acceptance(chooser.requests["a"])
-    assert p < 0.6 and chooser.good_row("a", 3) == 1.0
+    assert p < 0.6 and chooser.good_rows(["a"], 3)[0] == 1.0
     chooser.forget("a")
-    assert chooser.good_row("a", 3) == 1.0
+    assert chooser.good_rows(["a"], 3)[0] == 1.0
 
 
 def test_choices_by_outcomes_hold_the_poorer_requests_and_follow_from_the_journal():

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -117,30 +118,30 @@ class OutcomeChooser(Chooser):
         prior = PRIOR_DRAFTS * self.mean
         return (request.right + prior) / (request.drafts + PRIOR_DRAFTS)
 
-    def good_row(self, req_id: str, step: int) -> float:
-        """Probability that a row of the request gives a token if it runs in this step."""
-        request = self.requests.get(req_id)
-        if request is None or (request.good is None and not request.flying):
-            return 1.0  # its first row runs a token of the prompt
-        rows = [*request.flying, step]
-        mass = [0.0] * (len(rows) + 1)  # the last: later rows
-        p = self.acceptance(request)
-        if request.good is None:
-            mass[0] = 1.0
-        else:
-            right = 0.0 if request.broken else p
-            mass[0] += right
-            mass[self._restart(rows, 0, request.good)] += 1.0 - right
-        for i in range(len(rows) - 1):
-            mass[i + 1] += p * mass[i]
-            mass[self._restart(rows, i + 1, rows[i])] += (1.0 - p) * mass[i]
-        return min(mass[len(rows) - 1], 1.0)
+    def good_rows(self, req_ids: Sequence[str], step: int) -> np.ndarray:
+        """[R] probability that each request's row gives a token if it runs in this step."""
+        found = [self.requests.get(req_id) for req_id in req_ids]
+        seen = [self._seen_from(request, step) for request in found]
+        # Polynomials are as long as each has rows, so they are looked up once for each shape.
+        number = {shape: i for i, shape in enumerate(dict.fromkeys(seen))}
+        rows = [_polynomial(*shape) for shape in number]
+        polynomials = np.zeros((len(rows), max(map(len, rows), default=1)))
+        for i, row in enumerate(rows):
+            polynomials[i, : len(row)] = row
+        p = np.array([self.mean if r is None else self.acceptance(r) for r in found])
+        powers = p[:, None] ** np.arange(polynomials.shape[1])
+        chosen = polynomials[[number[shape] for shape in seen]]
+        return np.clip((chosen * powers).sum(axis=1), 0.0, 1.0)
 
-    def _restart(self, rows: Sequence[int], begin: int, good: int) -> int:
-        """The first row from `begin` on that runs once the verdict of the row at `good` is in."""
-        while begin < len(rows) and rows[begin] < good + self.num_stages:
-            begin += 1
-        return begin
+    def _seen_from(self, request: _Request | None, step: int) -> tuple:
+        """What the probability depends on beside p: how long ago its rows ran."""
+        if request is None:
+            return (), None, False, self.num_stages
+        ages = tuple(step - ran for ran in request.flying)
+        good = None
+        if request.good is not None:  # longer ago makes no difference
+            good = min(step - request.good, self.num_stages + (ages[0] if ages else 0))
+        return ages, good, request.broken, self.num_stages
 
     def choose(
         self,
@@ -151,5 +152,43 @@ class OutcomeChooser(Chooser):
     ) -> np.ndarray:
         """[R] bool: requests whose row runs."""
         self.note("choose", list(req_ids), step, kv_tokens, prefill_tokens)
-        joint = np.array([self.good_row(req_id, step) for req_id in req_ids])
+        joint = self.good_rows(req_ids, step)
         return self.decided(self.select(joint, kv_tokens, prefill_tokens))
+
+
+@lru_cache(maxsize=8192)  # few shapes come again and again
+def _polynomial(
+    ages: tuple[int, ...], good: int | None, broken: bool, num_stages: int
+) -> tuple[float, ...]:
+    """Coefficients in p, lowest first, of the probability that a row running now is good.
+
+    ages: steps since each row without an outcome ran, oldest first; good: since the newest good
+    row, None before any; broken: a row behind that one was bad.
+    """
+    rows = [*ages, 0]
+    # By row, the last: rows yet to come. Each is a polynomial as long as there are rows.
+    mass = np.zeros((len(rows) + 1, len(rows) + 2))
+
+    def restart(begin: int, since: int) -> int:
+        """The first row from `begin` on that ran once the verdict of the row at `since` was in."""
+        while begin < len(rows) and since - rows[begin] < num_stages:
+            begin += 1
+        return begin
+
+    def lead_on(weight: np.ndarray, begin: int, since: int) -> None:
+        """From a good row that ran `since` steps ago: its draft is right (p), or it is not."""
+        right = np.roll(weight, 1)  # times p; the highest coefficient is 0
+        mass[begin] += right
+        mass[restart(begin, since)] += weight - right
+
+    one = np.zeros(len(rows) + 2)
+    one[0] = 1.0
+    if good is None:
+        mass[0] += one  # its first row runs a token of the prompt
+    elif broken:
+        mass[restart(0, good)] += one
+    else:
+        lead_on(one, 0, good)
+    for i, age in enumerate(ages):
+        lead_on(mass[i].copy(), i + 1, age)
+    return tuple(mass[len(rows) - 1].tolist())
