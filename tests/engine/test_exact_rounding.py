@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bfloat16: texts part only where the two best tokens tie within rounding (bench/rounding.py)."""
+"""bfloat16: texts part only where the two best tokens tie within rounding (bench/rounding.py).
+
+Slow, since it starts two engines and `make exact` has the same part.
+"""
 
 import pytest
 from exact_work import start, stock_results
@@ -8,7 +11,7 @@ from spexis.bench.engines import EngineSpec, Work, write_oracle_file
 from spexis.bench.exact import ROOMY, oracle, tiny_rows
 from spexis.bench.rounding import find_ties, rounding_options, with_logits
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 WORK = Work(name="prompts", rows=with_logits(tiny_rows(32, max_tokens=64)))
 
