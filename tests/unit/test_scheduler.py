@@ -11,6 +11,7 @@ import json
 from random import Random
 
 import pytest
+from llama_folder import llama_folder
 
 from spexis.bench.pipeline import BrokenError, Pipeline, Row, Step, Target
 from spexis.bench.tiny import steep_profile
@@ -24,25 +25,12 @@ from spexis.observability.policy_state import STEPS, policy_state
 
 pytestmark = pytest.mark.engine  # no engine starts, but vLLM is imported
 BLOCK_SIZE = 2
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-    "torch_dtype": "float32",
-}
 
 
 @pytest.fixture(scope="module")
 def make_config(tmp_path_factory):
     """VllmConfig for N stages, the way the plugin makes it."""
-    folder = tmp_path_factory.mktemp("llama")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    folder = llama_folder(tmp_path_factory.mktemp("llama"), max_position_embeddings=128)
 
     def make(num_stages: int, steps_in_flight: int, policy: str, **more):
         from vllm.engine.arg_utils import EngineArgs
@@ -56,7 +44,7 @@ def make_config(tmp_path_factory):
             **more,
         }
         config = EngineArgs(
-            model=str(folder),
+            model=folder,
             skip_tokenizer_init=True,
             pipeline_parallel_size=num_stages,
             max_model_len=96,

@@ -6,12 +6,12 @@ random, requests end at chosen lengths by a stop token. All steps take equally l
 compared is scheduling alone: number of steps, and tokens computed again where blocks are few.
 """
 
-import json
 from collections import deque
 from random import Random
 
 import numpy as np
 import pytest
+from llama_folder import llama_folder
 
 from spexis.bench.recompute import Recomputed
 from spexis.bench.step_watch import StepWatch
@@ -26,25 +26,11 @@ BLOCK_SIZE, STAGES, MAX_SEQS, BUDGET = 32, 2, 16, 256
 LIMIT, MODEL_LEN = 200, 512
 GO_ON, STOP = 1, 2  # tokens
 STEP_SECONDS = 0.01
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": MODEL_LEN,
-    "torch_dtype": "float32",
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama")
-    (path / "config.json").write_text(json.dumps(LLAMA))
-    return str(path)
+    return llama_folder(tmp_path_factory.mktemp("llama"), MODEL_LEN)
 
 
 def make_scheduler(folder: str, num_blocks: int, block: dict | None):

@@ -13,21 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from spexis.bench.watch import Watch
 
-class Recomputed:
+
+class Recomputed(Watch):
     def __init__(self) -> None:
         self.tokens = 0
         self.preemptions: Counter[str] = Counter()
         self._known: dict[str, int] = {}  # tokens computed before the last preemption
-
-    @classmethod
-    def on(cls, scheduler: Any) -> Recomputed:
-        """The watch of this scheduler; it stays for the scheduler's life."""
-        watch = getattr(scheduler, "_spexis_recomputed", None)
-        if watch is None:
-            watch = scheduler._spexis_recomputed = cls()
-            watch._wrap(scheduler)
-        return watch
 
     def reset(self) -> None:
         self.tokens = 0

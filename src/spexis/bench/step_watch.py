@@ -15,6 +15,8 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
+from spexis.bench.watch import Watch
+
 
 class StepSize(NamedTuple):
     number: int
@@ -31,19 +33,10 @@ class StepSize(NamedTuple):
     """Seconds of the machine-wide monotonic clock when it was scheduled."""
 
 
-class StepWatch:
+class StepWatch(Watch):
     def __init__(self) -> None:
         self.num_scheduled = self.num_returned = 0
         self._steps: list[StepSize] = []
-
-    @classmethod
-    def on(cls, scheduler: Any) -> StepWatch:
-        """The watch of this scheduler; it stays for the scheduler's life."""
-        watch = getattr(scheduler, "_spexis_steps", None)
-        if watch is None:
-            watch = scheduler._spexis_steps = cls()
-            watch._wrap(scheduler)
-        return watch
 
     def take(self) -> list[StepSize]:
         steps, self._steps = self._steps, []

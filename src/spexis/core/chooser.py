@@ -77,7 +77,9 @@ class Chooser:
         return run
 
     def take_journal(self) -> list[dict[str, Any]]:
-        journal, self.journal = self.journal or [], []
+        if self.journal is None:
+            return []
+        journal, self.journal = self.journal, []
         return journal
 
     def replay(self, entry: dict[str, Any]) -> str | None:

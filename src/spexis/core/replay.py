@@ -37,8 +37,13 @@ def replay(lines: Iterable[dict[str, Any]]) -> list[str]:
     """What was decided otherwise than the policies decide now, a line each."""
     lines = list(lines)
     journal = [entry for line in lines for entry in line.get("lookahead", ())]
-    chosen = [entry for line in lines for entry in line.get("selection", ())]
-    return replay_memory(journal) + replay_mode(lines) + replay_selection(chosen, OutcomeChooser)
+    chosen = replay_selection(_chosen(lines), OutcomeChooser)
+    return replay_memory(journal) + replay_mode(lines) + chosen
+
+
+def _chosen(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The scheduler's journal of selection."""
+    return [entry for line in lines for entry in line.get("selection", ())]
 
 
 def replay_memory(journal: Iterable[dict[str, Any]], lengths: LengthModel | None = None) -> list:
@@ -144,8 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         differences += replay_selection(stage)
     print(*differences[:20], sep="\n", end="\n" if differences else "")
     decisions = sum(len(line.get("lookahead", ())) + ("live_mode" in line) for line in lines)
-    chosen = [entry for line in lines for entry in line.get("selection", ())]
-    decisions += sum("choose" in entry for entry in [*stage, *chosen])
+    decisions += sum("choose" in entry for entry in [*stage, *_chosen(lines)])
     result = {"name": "replay", "ok": not differences and decisions > 0, "decisions": decisions}
     print(json.dumps({**result, "different": len(differences)}))
     return 0 if result["ok"] else 1

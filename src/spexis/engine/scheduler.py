@@ -197,7 +197,7 @@ class SpexisScheduler(AsyncScheduler):
         sampled = model_runner_output.sampled_token_ids
         held = getattr(model_runner_output, "held", ())  # selector.py
         call = scheduler_output.spexis_call
-        outcomes: dict[str, bool] = {}  # of rows that ran: did it give a token?
+        outcomes: dict[str, bool] = {}  # of rows that ran, for the chooser: was there a token?
         for req_id, is_guess in scheduler_output.spexis_rows.items():
             request = self.requests.get(req_id)
             if request is None or request.is_finished() or request.num_stale_output_tokens > 0:
@@ -214,7 +214,8 @@ class SpexisScheduler(AsyncScheduler):
             is_guess = is_guess and call - last_run < self.num_stages
             self._last_run_call[req_id] = call
             has_token = bool(sampled[model_runner_output.req_id_to_index[req_id]])
-            outcomes[req_id] = has_token
+            if self.chooser is not None:
+                outcomes[req_id] = has_token
             if has_token:
                 self.counters.tokens += 1
                 self.counters.accepted += is_guess and req_id not in self._chain_broken

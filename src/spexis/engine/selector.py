@@ -3,7 +3,7 @@
 
     selector = DraftSelector.build(runner)           # None in other modes
     held = selector.choose(rows, start)              # [R] bool on the host; None: all rows run
-    selector.drafted(rows, positions, confidence, ran)
+    selector.drafted(rows, positions, confidence)
     selector.verdicts(plan, tokens, alive, wrong)
 
 The choice is made where the confidences are, one step before anybody else could know them, so no
@@ -116,6 +116,5 @@ class DraftSelector:
 
     def _write(self) -> None:
         if self._journal is not None:
-            for entry in self.chooser.journal:
+            for entry in self.chooser.take_journal():
                 self._journal.write(json.dumps(entry) + "\n")
-            self.chooser.journal.clear()
