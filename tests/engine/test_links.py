@@ -13,8 +13,13 @@ pytestmark = pytest.mark.engine
 
 def test_both_all_reduces_are_timed():
     found = links.links("cpu", hidden_size=64, rows=[1, 4], num_devices=1, repeats=3)
-    assert set(found) == {"gloo"} and "tp_note" not in found["gloo"]
-    assert 0 < found["gloo"]["describe"] < 1
+    assert set(found) == {"gloo", "host"} and "tp_note" not in found["gloo"]
+    assert 0 < found["host"]["describe"] < 1
     for operation in ("send", "all_reduce", "tp_all_reduce"):
         times = found["gloo"][operation]
         assert set(times) == {"1", "4"} and all(0 < s < 1 for s in times.values())
+
+
+def test_one_device_has_no_link_but_a_host():
+    found = links.links("cuda", hidden_size=64, rows=[4], num_devices=1, repeats=3)
+    assert set(found) == {"host"} and 0 < found["host"]["describe"] < 1

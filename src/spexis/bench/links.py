@@ -3,7 +3,7 @@
 
     links("cuda", hidden_size=8192, rows=[1, 64, 128], num_devices=2)
     {"p2p": {"send": {"64": 3.1e-05, ...}, "all_reduce": {...}, "tp_all_reduce": {...}},
-     "no_p2p": {...}}
+     "no_p2p": {...}, "host": {"describe": 2.1e-04}}
 
 "send" is the one-way time of the two tensors [rows, hidden] that a vLLM stage hands on (hidden
 states and residual), "all_reduce" that of one [rows, hidden], both by torch.distributed: NCCL on
@@ -12,8 +12,8 @@ runs it in a tensor-parallel group: by its own kernels where devices see each ot
 (without peer access they are off, as disable_custom_all_reduce does), on CUDA from within a CUDA
 graph; on a CPU through shared memory. Where that fails it is null and "tp_note" says why.
 "describe" is the time of the message by which vLLM describes a step's tensors, host to host, which
-`fixed_transfer` does without.
-Invariant: None, not a guess, where there is only one device.
+`fixed_transfer` does without; it needs two processes but no device.
+Invariant: no guess where there is only one device: nothing but "host" then.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ _PER_GRAPH = 32  # all-reduces, one behind the other as in a step; one launch fo
 
 def links(
     device: str, *, hidden_size: int, rows: Sequence[int], num_devices: int, repeats: int = 50
-) -> dict | None:
-    """Seconds by kind of link, operation and rows; None with one CUDA device."""
+) -> dict:
+    """Seconds by kind of link, operation and rows; of "host" alone with one CUDA device."""
     order = {"device": device, "hidden_size": hidden_size, "rows": list(rows), "repeats": repeats}
+    host = {"host": _measure({**order, "what": "host"}, {})}
     if device == "cpu":
-        return {"gloo": _link(order, p2p=True)}
+        return {"gloo": _link(order, p2p=True), **host}
     if num_devices < 2:
-        return None
-    return {"p2p": _link(order, p2p=True), "no_p2p": _link(order, p2p=False)}
+        return host
+    return {"p2p": _link(order, p2p=True), "no_p2p": _link(order, p2p=False), **host}
 
 
 def _link(order: dict[str, Any], p2p: bool) -> dict[str, Any]:
@@ -99,11 +100,11 @@ def _measure(order: dict[str, Any], extra: dict[str, str]) -> dict[str, Any]:
 def _main(rank: int, store: str, order: dict) -> None:
     import torch
 
-    on_cuda = order["device"] == "cuda"
+    on_cuda = order["device"] == "cuda" and order["what"] != "host"
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
-    measure = _by_torch if order["what"] == "torch" else _by_vllm
+    measure = {"torch": _by_torch, "vllm": _by_vllm, "host": _by_host}[order["what"]]
     found = measure(rank, store, order, device)
     if rank == 0:
         print(json.dumps(found), flush=True)
@@ -169,16 +170,21 @@ def _by_vllm(rank: int, store: str, order: dict, device) -> dict[str, dict[str, 
             else:
                 call = functools.partial(tensor_model_parallel_all_reduce, x)
                 found[str(rows)] = _seconds(call, order["repeats"], None)
-        describe = _describe(parallel_state, rank, order)
         torch.distributed.barrier()
-    return {"tp_all_reduce": found, "describe": describe}
+    return {"tp_all_reduce": found}
 
 
-def _describe(parallel_state, rank: int, order: dict) -> float:
-    """Seconds that the description of hidden states, residual and rows takes from host to host."""
+def _by_host(rank: int, store: str, order: dict, device) -> dict[str, float]:
+    """The description of hidden states, residual and rows, by the group call that vLLM sends it."""
     import torch
+    import torch.distributed as dist
+    from vllm.distributed import parallel_state
 
-    rows, group = max(order["rows"]), parallel_state.get_tp_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    group = parallel_state.init_model_parallel_group(
+        [[0, 1]], 0, "gloo", group_name="links", use_device_communicator=False
+    )
+    rows = max(order["rows"])
     step = {name: torch.zeros(rows, order["hidden_size"]) for name in ("hidden_states", "residual")}
     step["spexis_rows"] = torch.zeros(2, rows, dtype=torch.int32)
     description, _ = parallel_state._split_tensor_dict(step)
@@ -190,7 +196,9 @@ def _describe(parallel_state, rank: int, order: dict) -> float:
             else:
                 group.recv_object(src=1 - rank)
 
-    return _seconds(there_and_back, order["repeats"], None) / 2
+    seconds = _seconds(there_and_back, order["repeats"], None) / 2
+    dist.barrier()
+    return {"describe": seconds}
 
 
 def _in_graph(all_reduce, x, repeats: int) -> float:

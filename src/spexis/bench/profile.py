@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows=args.batches,
             num_devices=num_devices,
         )
-        why = None if link else f"{num_devices} device: there is no link to measure"
+        why = None if len(link) > 1 else f"{num_devices} device: no link between devices to measure"
     drafter, why_no_drafter = measure_drafter(args, device)
     profile = {
         "format": FORMAT,
