@@ -241,3 +241,18 @@ def test_choices_by_outcomes_hold_the_poorer_requests_and_follow_from_the_journa
     chosen = [i for i, entry in enumerate(journal) if "choose" in entry]
     journal[chosen[300]]["run"][0] ^= True
     assert len(replay_selection(journal, OutcomeChooser)) == 1
+
+
+def test_a_pause_says_nothing_but_steps_that_are_always_long_are_learnt():
+    """A profile made on other hardware: its curve is kept but scaled."""
+    chooser = OutcomeChooser.from_setup(setup())
+    known = chooser.cost.step_seconds(8, 0, 0.0)
+    slow = lambda times: chooser.observe(times * known, 6, 8, 8, 0.0, 0)  # noqa: E731
+    for _ in range(10):
+        slow(20), slow(1), slow(1)
+    assert chooser.cost.step_seconds(8, 0, 0.0) == pytest.approx(known, rel=0.01)
+    rate = chooser.selection.rate
+    for _ in range(200):
+        slow(20)
+    assert chooser.cost.step_seconds(8, 0, 0.0) == pytest.approx(20 * known, rel=0.2)
+    assert chooser.selection.rate < rate / 5

@@ -12,6 +12,7 @@ Invariant: numpy in, numpy out, nothing random; a row whose input is verified al
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -22,12 +23,17 @@ from spexis.core.selection import Selection
 
 SURE = 0.9999
 PAUSE = 5.0  # times the predicted step: nobody asked for anything meanwhile
+# Steps without prompts, looked at together: where they take twice as long as predicted, or half,
+# the profile was made elsewhere, and its curve is kept but scaled.
+USUAL, OFF = 15, 2.0
 
 
 class Chooser:
     def __init__(self, selection: Selection, num_stages: int):
         self.selection, self.cost, self.num_stages = selection, selection.cost, num_stages
         self.journal: list[dict[str, Any]] | None = None
+        self._ratios: deque[float] = deque(maxlen=USUAL)
+        """Measured / predicted of the newest steps without prompts."""
 
     @classmethod
     def from_setup(cls, setup: Mapping[str, Any]) -> Self:
@@ -56,8 +62,19 @@ class Chooser:
         confidences: np.ndarray | None,  # [D] calibrated, of drafts judged lately
     ) -> None:
         """A step took so long: rows of so many requests ran over kv_tokens, and tokens came."""
+        if seconds <= 0:
+            return
         predicted = self.cost.step_seconds(rows, prefill_tokens, kv_tokens)
-        if not 0 < seconds < PAUSE * predicted:
+        if not prefill_tokens:
+            self._ratios.append(seconds / predicted)
+        if len(self._ratios) == USUAL:
+            usual = float(np.median(self._ratios))
+            if not 1 / OFF < usual < OFF:
+                for stage in self.cost.stages:
+                    stage.scale(usual)
+                self._ratios.clear()
+                predicted = self.cost.step_seconds(rows, prefill_tokens, kv_tokens)
+        if seconds >= PAUSE * predicted:
             return
         for stage in self.cost.stages:
             # The step's time is one number: each stage is off by as much as the whole is.
