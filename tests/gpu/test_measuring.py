@@ -26,8 +26,10 @@ def test_profile_of_a_few_layers(tmp_path):
     assert curve.seconds(1) > 0 and curve.head_seconds(1) > 0
     assert written["engine"]["runner"] == "V2" and written["engine"]["async_scheduling"]
     assert written["host_seconds"]["16"]["worker"] > 0
-    assert (written["link_seconds"] is None) == (machine.num_gpus() < 2)
-    for link in (written["link_seconds"] or {}).values():
+    links = dict(written["link_seconds"])
+    assert links.pop("host")["describe"] > 0
+    assert set(links) == (set() if machine.num_gpus() < 2 else {"p2p", "no_p2p"})
+    for link in links.values():
         assert link["tp_all_reduce"], link["tp_note"]
         assert all(seconds > 0 for seconds in link["tp_all_reduce"].values())
 

@@ -282,6 +282,8 @@ def fake_engine(monkeypatch):
 def test_profile_file_is_what_the_stage_curve_reads(fake_engine, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profile.engines, "kill_on_signals", lambda: None)
     monkeypatch.setattr(machine, "num_gpus", lambda: 1)
+    host = {"host": {"describe": 0.0002}}  # what one device has for links
+    monkeypatch.setattr(profile, "links", lambda *args, **kwargs: host)
     output = tmp_path / "p.json"
     drafter = {"1": 0.0004, "64": 0.0005, "128": 0.0006}
     monkeypatch.setattr(profile, "drafter_seconds", lambda *args, **kwargs: (drafter, None))
@@ -301,7 +303,8 @@ def test_profile_file_is_what_the_stage_curve_reads(fake_engine, tmp_path, monke
     assert file.stage_profile().drafter[-1] == (128, 0.0006)
     assert (file.model.layers, file.model.head_dim) == (80, 128)
     assert written["host_seconds"]["64"] == {"scheduler": 0.0005, "worker": 0.002}
-    assert written["link_seconds"] is None and "1 device" in written["link_note"]
+    assert written["link_seconds"] == host and "1 device" in written["link_note"]
+    assert file.stage_profile().hidden_link == ()
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
         "name": "profile",
         "ok": True,

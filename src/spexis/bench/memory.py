@@ -2,15 +2,16 @@
 """Does look-ahead save recomputing where KV memory is short, and cost nothing where it is not?
 
     python -m spexis.bench.memory                              # make bench-memory
-    python -m spexis.bench.memory --trace azure2023_conv.csv.gz --blocks 40 --rounds 3
+    python -m spexis.bench.memory --trace azure2023_conv.csv.gz --blocks 96 --rounds 3
     python -m spexis.bench.memory --predictor oracle           # look-ahead that knows the ends
     python -m spexis.bench.memory --predictor shipped --ends own
 
 The demo model at PP=2 on a CPU, few KV blocks, requests that come faster than they are served.
 Three engines in alternation, each round with other requests: stock vLLM, Spexis, Spexis with
 look-ahead; then Spexis with and without look-ahead where memory is ample. Lengths are the Azure
-conversation trace's (2023), prompts scaled by 1/8 and answers by 1/4: its quantiles, or the trace
-itself by --trace.
+conversation trace's (2023), prompts scaled by 1/16 and answers by 3/4: its quantiles, or the trace
+itself by --trace. Answers are long beside prompts then, as where memory runs short: requests are
+let in because their prompts fit, and grow.
 
 No engine may know an answer's length beforehand, so it is not the limit that ends it: a reference
 run writes each answer longer than wanted, and the request's stop token is one that first occurs
@@ -51,7 +52,7 @@ PROMPTS = (2, 181, 207, 372, 387, 396, 403, 414, 703, 984, 1020)
 PROMPTS += (1045, 1071, 1097, 1130, 1189, 1315, 1876, 2734, 4083, 14050)
 ANSWERS = (7, 41, 54, 67, 77, 85, 91, 96, 103, 113, 129)
 ANSWERS += (151, 177, 217, 384, 395, 400, 411, 424, 451, 1000)
-PROMPT_SCALE, ANSWER_SCALE = 1 / 8, 1 / 4
+PROMPT_SCALE, ANSWER_SCALE = 1 / 16, 3 / 4
 MOST = 384  # tokens of a prompt; of an answer
 LIMIT = 400  # max_tokens that every request states
 SLACK = 24  # tokens of the reference beyond the wanted end
@@ -114,7 +115,7 @@ class Bench:
             self.measure(engine, "short", number, rows, wanted, warm, self.args.blocks)
 
     def ample(self, number: int) -> None:
-        rows, wanted = self.requests(2000 + number, self.args.requests)
+        rows, wanted = self.requests(2000 + number, self.args.ample_requests)
         warm, _ = self.requests(1000 + number, self.args.warm)
         for engine in ("off", "on") if number % 2 else ("on", "off"):
             self.measure(engine, "ample", number, rows, wanted, warm, 2048)
@@ -218,7 +219,7 @@ def lookahead_settings(predictor: str) -> dict[str, Any]:
 def options(blocks: int) -> dict[str, Any]:
     return {
         "max_model_len": 1024,
-        "max_num_seqs": 32,
+        "max_num_seqs": 64,
         "block_size": 32,
         "num_gpu_blocks_override": blocks,
         "max_num_batched_tokens": 256,
@@ -319,12 +320,13 @@ def table(runs: list[dict]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", help="lengths of this trace (CSV) instead of its quantiles")
-    parser.add_argument("--requests", type=int, default=48)
-    parser.add_argument("--warm", type=int, default=16, help="requests before the measured ones")
-    parser.add_argument("--rate", type=float, default=2.0, help="arrivals a second")
-    parser.add_argument("--blocks", type=int, default=40, help="KV blocks of 32 tokens")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--warm", type=int, default=12, help="requests before the measured ones")
+    parser.add_argument("--rate", type=float, default=8.0, help="arrivals a second")
+    parser.add_argument("--blocks", type=int, default=96, help="KV blocks of 32 tokens")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ample-rounds", type=int, default=2)
+    parser.add_argument("--ample-rounds", type=int, default=3)
+    parser.add_argument("--ample-requests", type=int, default=24)
     parser.add_argument(
         "--predictor", choices=PREDICTORS, default="none", help="that look-ahead asks"
     )
