@@ -38,8 +38,8 @@ def test_profile_of_a_few_layers(tmp_path):
 def test_gpu2_preset_counts_what_the_law_says(tmp_path):
     output = tmp_path / "gpu2.json"
     argv = ["--preset", "gpu2", "--dims", "tiny", "--device", "cuda", "--p2p", "on"]
-    argv += ["--batches", "16", "--p", "0.3", "0.8", "--no-profile", "--output", str(output)]
-    gpu.main([*argv, "--capture-sizes", "16"])
+    argv += ["--batches", "16", "--p", "0.3", "0.8", "--no-profile", "--engines", "sp2"]
+    gpu.main([*argv, "--output", str(output), "--capture-sizes", "16"])
     record = json.loads(output.read_text())
     assert record["complete"], record["failures"]
     found = {cell["p"]: cell for cell in record["cells"] if cell["engine"] == "sp2"}

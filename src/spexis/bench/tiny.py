@@ -158,13 +158,14 @@ def tiny_predictor(model_dir: str | Path, folder: str | Path, seed: int = 2) -> 
     return str(folder)
 
 
-def steep_profile(path: str | Path) -> str:
+def steep_profile(path: str | Path, row_seconds: float = 0.002) -> str:
     """Writes a profile by which every row of a step is dear, so that drafts are left out.
 
     Not measured: it only says where "sp-alpha" begins; what steps take is learnt while running.
     """
     points = [
-        {"rows": rows, "context": 64, "seconds": 0.002 + 0.002 * rows} for rows in (1, 8, 16, 32)
+        {"rows": rows, "context": 64, "seconds": row_seconds * (1 + rows)}
+        for rows in (1, 8, 16, 32)
     ]
     block = {
         "format": "spexis-profile-1",
