@@ -141,6 +141,7 @@ class FakeEngine:
     started: list = []  # noqa: RUF012 (reset by the fixture)
     broken: set = set()  # noqa: RUF012
     tokens: dict = {}  # noqa: RUF012
+    settings: dict = {}  # noqa: RUF012
 
     def __init__(self, spec, log, timeout=1.0):
         self.spec, self.log, self.acceptance = spec, log, None
@@ -150,6 +151,7 @@ class FakeEngine:
         if name in FakeEngine.broken:
             raise RuntimeError(f"engine {name} ended early\nand more")
         FakeEngine.started.append(name)
+        FakeEngine.settings[name] = self.spec.settings
         self.started = {"seconds": 1.0, "runner": "V2"}
         return self
 
@@ -288,6 +290,20 @@ def test_engines_with_other_settings_are_held_against_stock(bench):
         assert record[f"{name}_over_pp"].keys() == {"1", "64"}
         assert record[f"{name}_over_pp"]["64"]["0.5"] == pytest.approx(2 / 1.5, rel=0.01)
     assert record["off_over_pp"] == {}
+
+
+def test_selection_is_told_what_steps_take(bench, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="alpha2 needs --step-times"):
+        bench("--engines", "sp2", "alpha2")
+    monkeypatch.chdir(tmp_path)
+    record = bench("--engines", "pp2", "sp2", "alpha2", "--no-profile", "--step-times", "p.json")
+    assert FakeEngine.settings["sp2"] == {}
+    assert FakeEngine.settings["alpha2"] == {
+        "mode": "sp-alpha",
+        "selection": "scheduler",
+        "profile": str(tmp_path / "p.json"),  # the engine may run elsewhere
+    }
+    assert record["alpha2_over_pp"].keys() == {"1", "64"}
 
 
 def test_without_a_profile_there_is_no_limit(bench):

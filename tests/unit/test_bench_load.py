@@ -82,6 +82,26 @@ def test_servers_differ_in_what_is_compared_only(tmp_path, monkeypatch):
         assert found[found.index("--num-gpu-blocks-override") + 1] == "64"
 
 
+def test_selection_is_told_what_steps_take(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = options(tmp_path, monkeypatch, "--step-times", "p.json")
+    found = made.arguments("alpha-look")
+    assert json.loads(found[found.index("--spexis") + 1]) == {
+        "drafter": {"method": "exit"},
+        "mode": "sp-alpha",
+        "selection": "scheduler",
+        "lookahead": True,
+        "profile": str(tmp_path / "p.json"),
+    }
+
+
+def test_without_peer_access_no_way_around_is_left(tmp_path, monkeypatch):
+    made = options(tmp_path, monkeypatch, "--no-p2p")
+    assert made.environment()["NCCL_P2P_DISABLE"] == "1"
+    for name in ("pp", "tp", "sp"):
+        assert "--disable-custom-all-reduce" in made.arguments(name)
+
+
 def test_a_model_by_its_dimensions_has_random_weights_and_a_tokenizer(tmp_path, monkeypatch):
     made = options(tmp_path, monkeypatch, "--model", "tiny", "--acceptance", "0.7")
     found = made.arguments("sp")
@@ -96,3 +116,5 @@ def test_loads_are_needed():
         load.main([])
     with pytest.raises(ConfigError, match="--trace"):
         load.main(["--rates", "1"])
+    with pytest.raises(ConfigError, match="--step-times"):
+        load.main(["--engines", "pp", "alpha", "--concurrency", "1"])

@@ -85,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
         help="CUDA graphs for the preset's batches and a stage's share of them only",
     )
     parser.add_argument("--no-profile", dest="profile", action="store_false")
+    parser.add_argument(
+        "--step-times", metavar="FILE", help="of `spexis profile`: what alpha2 selects drafts by"
+    )
     parser.add_argument("--output", help="JSON file (default: PRESET-DIMS.json)")
     parser.add_argument("--resume", action="store_true", help="go on with what --output holds")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="then stop in order")
@@ -111,6 +114,11 @@ class GpuBench:
         self.batches = sorted(set(args.batches or BATCHES[args.preset]))
         self.max_num_seqs = args.max_num_seqs or max(self.batches)
         self.kinds = engines_of(args.preset, args.p2p, args.engines)
+        selecting = [kind.name for kind in self.kinds if kind.selects]
+        if selecting and not args.step_times:
+            raise ConfigError(
+                f"--engines {selecting[0]} needs --step-times FILE: write one with `spexis profile`"
+            )
         if args.capture_batches:
             args.capture_sizes = capture_sizes(args.preset, self.batches, self.max_num_seqs)
         self.options = engine_options(args)
@@ -313,13 +321,19 @@ class GpuBench:
             stages=kind.stages,
             tensor=kind.tensor,
             drafter={"method": kind.drafter} if kind.drafter else None,
-            settings=kind.settings,
+            settings=self.block(kind),
             split=self.split(kind),
             p2p=kind.p2p,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.args.max_model_len,
             options=self.options,
         )
+
+    def block(self, kind: Kind) -> dict[str, Any]:
+        """Of the spexis block, all but drafter and placement."""
+        if not kind.selects:
+            return kind.settings
+        return {**kind.settings, "profile": str(Path(self.args.step_times).resolve())}
 
     def split(self, kind: Kind) -> list[int] | None:
         """Layers per stage; None leaves it to vLLM, which splits evenly."""

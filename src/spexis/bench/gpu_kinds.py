@@ -37,6 +37,11 @@ class Kind:
     def is_sp(self) -> bool:
         return self.drafter == "synthetic"
 
+    @property
+    def selects(self) -> bool:
+        """It leaves out drafts, for which it must know what steps take."""
+        return self.settings.get("mode") == "sp-alpha"
+
     def without_p2p(self) -> Kind:
         return replace(self, name=self.name + NO_P2P, p2p=False)
 
@@ -93,6 +98,8 @@ EXTRA: dict[str, tuple[Kind, ...]] = {
             for name, settings in (
                 ("auto2", {"mode": "auto"}),  # needs --warm of some hundred tokens
                 ("described2", {"fixed_transfer": False}),
+                # Needs --step-times, and --warm too.
+                ("alpha2", {"mode": "sp-alpha", "selection": "scheduler"}),
             )
         ),
     ),

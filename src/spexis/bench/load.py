@@ -48,6 +48,9 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     "auto": {"mode": "auto"},
     "look": {"lookahead": True},
     "auto-look": {"mode": "auto", "lookahead": True},
+    # With --step-times:
+    "alpha": {"mode": "sp-alpha", "selection": "scheduler"},
+    "alpha-look": {"mode": "sp-alpha", "selection": "scheduler", "lookahead": True},
 }
 START_TIMEOUT = 900.0  # seconds
 CLIENT_TIMEOUT = 1800.0
@@ -75,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     points += [Point("rate", r) for r in args.rates]
     if not points:
         raise ConfigError("give loads: --concurrency 1 2 4, or --rates 1 2 with --trace FILE")
+    if any(name.startswith("alpha") for name in args.engines) and not args.step_times:
+        raise ConfigError("--engines alpha needs --step-times FILE: write one by `spexis profile`")
     if args.rates and not args.trace:
         raise ConfigError("--rates needs --trace FILE: how requests arrive, and their lengths")
     with tempfile.TemporaryDirectory(prefix="spexis-load-") as folder:
@@ -163,7 +168,11 @@ class Load:
             found += ["--dtype", "float32", "--enforce-eager"]
             if block is None and stages > 1:
                 found += ["--worker-cls", "spexis.engine.worker_cpu.StockCPUWorker"]
+        if args.no_p2p:  # vLLM's own kernels would reach over all the same
+            found += ["--disable-custom-all-reduce"]
         if block is not None:
+            if block.get("mode") == "sp-alpha":
+                block = {**block, "profile": os.path.abspath(args.step_times)}
             drafter: dict[str, Any] = {"method": "exit"}
             if args.acceptance is not None:
                 drafter = {"method": "synthetic", "acceptance": args.acceptance}
@@ -378,6 +387,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-len", type=int, default=96, help="of an answer at most")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--acceptance", type=float, help="synthetic drafts, right so often")
+    parser.add_argument(
+        "--step-times", metavar="FILE", help="of `spexis profile`: what alpha selects drafts by"
+    )
     parser.add_argument("--kv-blocks", type=int, help="KV blocks (default: what memory holds)")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-seqs", type=int, default=256)
