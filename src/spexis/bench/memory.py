@@ -76,19 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench.ample(number)
     finally:
         bench.bar.close()
-    result = summary(bench.runs, bench.failures)
-    result.update(
-        predictor=args.predictor,
-        ends=args.ends,
-        date=time.strftime("%Y-%m-%d"),
-        command=machine.command(),
-        hardware=machine.hardware(),
-        versions=machine.versions(),
-        runs=bench.runs,
-        failures=bench.failures,
-    )
-    if args.output:
-        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+    result = bench.result()
     print(table(bench.runs))
     keys = ("name", "ok", *WANTED, "different", "stock_preempted", "most_preemptions")
     keys += ("ample_throughput_ratio", "policy_share", "predictor", "ends")
@@ -105,6 +93,24 @@ class Bench:
         self.failures: list[str] = []
         total = args.rounds * (1 + len(ENGINES)) + args.ample_rounds * 3
         self.bar = tqdm(total=total, unit="engine", file=sys.stderr, dynamic_ncols=True)
+
+    def result(self) -> dict[str, Any]:
+        return {
+            **summary(self.runs, self.failures),
+            "predictor": self.args.predictor,
+            "ends": self.args.ends,
+            "date": time.strftime("%Y-%m-%d"),
+            "command": machine.command(),
+            "hardware": machine.hardware(),
+            "versions": machine.versions(),
+            "runs": self.runs,
+            "failures": self.failures,
+        }
+
+    def save(self) -> None:
+        """After every engine: what was measured is not lost if a later one fails."""
+        if self.args.output:
+            Path(self.args.output).write_text(json.dumps(self.result(), indent=1) + "\n")
 
     def round(self, number: int) -> None:
         rows, wanted = self.requests(number, self.args.requests)
@@ -191,6 +197,7 @@ class Bench:
                 "predictor": result["predictor"],
             }
         )
+        self.save()
 
     def run(self, spec: EngineSpec, rows, what: str, warm=None, oracle=False) -> EngineRun:
         self.bar.set_description(what)
@@ -205,6 +212,7 @@ class Bench:
         run = run_engine(spec, work, on_event=show)
         if run.error:
             self.failures.append(run.error)
+            self.save()
             raise SystemExit(run.error)
         self.bar.update()
         return run
@@ -336,7 +344,7 @@ def _parser() -> argparse.ArgumentParser:
         default="trace",
         help="answers end after the trace's lengths, or where the model ends them itself",
     )
-    parser.add_argument("--output", help="also write the result with every run to this JSON file")
+    parser.add_argument("--output", help="JSON file of every run, written after each")
     return parser
 
 
