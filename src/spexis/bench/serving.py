@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -22,8 +21,11 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from spexis.observability.scrape import parse
 
 HOST = "127.0.0.1"
 SERVER_ENV = {
@@ -190,19 +192,15 @@ class Server(Launched):
             return reply.read().decode()
 
     def metrics(self) -> dict[str, float]:
-        """Sums over all label sets, by series name; one label as name{value}."""
-        sums: dict[str, float] = {}
-        for line in self.get("/metrics").splitlines():
-            if line.startswith("#") or not line:
-                continue
-            name, value = line.rsplit(" ", 1)
-            base, _, labels = name.partition("{")
-            sums[base] = sums.get(base, 0.0) + float(value)
-            for label, text in re.findall(r'(finished_reason|kind)="([^"]*)"', labels):
-                del label
-                key = f"{base}{{{text}}}"
-                sums[key] = sums.get(key, 0.0) + float(value)
-        return sums
+        """Sums over label sets by name, vLLM's and Spexis' series; one label as name{value}."""
+        sums: dict[str, float] = defaultdict(float)
+        for name, by_labels in parse(self.get("/metrics"), time=0.0).series.items():
+            for labels, value in by_labels.items():
+                sums[name] += value
+                for label, text in labels:
+                    if label in ("finished_reason", "kind"):
+                        sums[f"{name}{{{text}}}"] += value
+        return dict(sums)
 
     def tail(self, num_lines: int = 40) -> str:
         self.log.seek(0)
