@@ -43,7 +43,8 @@ def read_config(cls: type[Config], folder: str | os.PathLike, what: str) -> Conf
         raise ValueError(f"{path} has format {found!r}, not {wanted!r}: retrain or update")
     if unknown := sorted(set(fields) - set(known)):
         raise ValueError(f"{path} has unknown keys {unknown}: made by a newer Spexis?")
-    if missing := sorted(set(known) - {"weights_sha256", "format"} - set(fields)):
+    required = {name for name, f in known.items() if f.default is dataclasses.MISSING}
+    if missing := sorted(required - set(fields)):
         raise ValueError(f"{path} lacks keys {missing}: not a folder of format {wanted}")
     return cls(**fields)
 

@@ -42,7 +42,7 @@ def machine(monkeypatch):
     counted = []
     monkeypatch.setattr(auto, "num_gpus", lambda: counted.append(1) or 2)
 
-    def exit_at(layer):
+    def exit_at(layer, acceptance=None):
         def resolve(drafter, model):
             assert model.sizes["num_attention_heads"] == LLAMA_70B["num_attention_heads"]
             return ResolvedDrafter(
@@ -51,6 +51,7 @@ def machine(monkeypatch):
                 version="1",
                 draft_vocab_size=100,
                 fingerprint_checked=True,
+                acceptance=acceptance,
             )
 
         monkeypatch.setattr("spexis.drafters.resolve", resolve)
@@ -164,7 +165,7 @@ def test_what_cannot_run_is_passed_over(run, model, machine):
     machine.gpus(2)
     command, _, lines = run(model(), *argv)
     assert sizes(command) == (1, 2)
-    assert "SP-alpha 2 stages (Spexis runs every draft)" in lines[2]
+    assert "SP-alpha 2 stages (drafts are selected only where" in lines[2]
     command, block, lines = run(model(architectures=["GptOssForCausalLM"]), *argv)
     assert sizes(command) == (1, 2) and block is None, "plain PP"
     argv = argv[:-2]
@@ -206,6 +207,16 @@ def test_no_drafter_for_the_model(run, model, monkeypatch):
     command, block, lines = run(model(), *argv)
     assert sizes(command) == (2, 1) and block is None
     assert "no shipped drafter fits" in lines[2] and "spexis train exit" in lines[2]
+
+
+def test_a_drafter_that_says_how_good_it_is_needs_no_acceptance(run, model, machine):
+    argv = ("--auto", "--hardware", "h200-no-p2p", "--drafter", "mine")
+    machine.exit(40, acceptance=0.7)
+    command, block, lines = run(model(), *argv)
+    assert sizes(command) == (1, 2) and block["mode"] == "auto"
+    assert lines[-1].startswith("auto: 70% of its drafts are right")
+    command, block, lines = run(model(), *argv, "--acceptance", "0.05")  # the user knows better
+    assert sizes(command) == (2, 1) and "its drafts" not in lines[-1]
 
 
 def test_sp_needs_an_acceptance(run, model):

@@ -240,6 +240,8 @@ def test_training_lowers_the_loss_and_writes_everything(run, capsys):
         assert "prompts_sha256" in text and "torch==" in text and "exit_layers" in text
         drafter = load_drafter(str(folder))
         drafter.config.check_base(overrides[0].removeprefix("model="))
+        final = [r for r in rows if r["kind"] == "final"][-1]
+        assert drafter.config.acceptance == final[name]
     assert {r["kind"] for r in rows} >= {"train", "final"}
 
 

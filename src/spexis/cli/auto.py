@@ -38,7 +38,7 @@ SIZES = (
     *("--data-parallel-size", "-dp", "--decode-context-parallel-size", "-dcp"),
     "--prefill-context-parallel-size",
 )
-MODES = ("tp", "pp", "sp")  # of the planner's, those that can be served: drafts are not selected
+MODES = ("tp", "pp", "sp")  # of the planner's, those served unasked
 SLACK = 1.15  # longest stage over an even share of the layers that the planner's figures allow
 
 
@@ -66,10 +66,13 @@ def choose(
         raise ConfigError("--auto needs MODEL: what fits depends on its sizes")
     folder = model_config(model, flags)
     wanted = planned(options, folder, value_of(flags, "--max-num-seqs"))
-    ranked, notes = plan.rank_splits(wanted, wanted.most)
     block = {"mode": "auto", **block}
     config = json.loads((folder / "config.json").read_text())
     fit = Fit(config, model, block, given)
+    of_drafter = wanted.acceptance is None and fit.acceptance is not None
+    if of_drafter:
+        wanted.acceptance = fit.acceptance
+    ranked, notes = plan.rank_splits(wanted, wanted.most)
     passed: dict[str, str] = {}
     fitting = []
     for option in ranked:
@@ -85,6 +88,11 @@ def choose(
     best = fitting[0]
     sizes = [TP_FLAGS[0], str(best.tensor), PP_FLAGS[0], str(best.stages)]
     lines = _lines(fitting, passed, wanted, notes)
+    if of_drafter:
+        lines.append(
+            f"{fit.acceptance:.0%} of its drafts are right, the drafter says; for other traffic "
+            "give --acceptance"
+        )
     if "quantization_config" in config or given.has("--quantization", "-q"):
         lines.append("the plan is for bfloat16: quantised weights are smaller, and read faster")
     return Choice(sizes, block if best.mode == "sp" else None, lines)
@@ -209,6 +217,8 @@ class Fit:
         self.config, self.model, self.given = config, model, given
         self.spexis = SpexisConfig.from_dict(block)
         self.exit_layer: int | None = None
+        self.acceptance: float | None = None
+        """What the exit drafter says of itself."""
         self.refusal_of_sp = self._refusal_of_sp()
 
     def refusal(self, option) -> str | None:
@@ -216,7 +226,7 @@ class Fit:
         if option.replicas > 1:
             return f"{option.replicas} servers, to be started each by itself"
         if option.mode not in MODES:
-            return "Spexis runs every draft"
+            return "drafts are selected only where mode sp-alpha is asked for"
         if option.mode != "sp":
             return None
         return self.refusal_of_sp or self._refusal_of_stages(option.stages)
@@ -238,7 +248,8 @@ class Fit:
             window = not self.given.has("--disable-sliding-window")
             checks.check_hf_config(self.config, self.spexis, sliding_window=window)
             if self.spexis.drafter.method == "exit":
-                self.exit_layer = self._drafter().exit_layer
+                found = self._drafter()
+                self.exit_layer, self.acceptance = found.exit_layer, found.acceptance
         except ConfigError as error:
             return str(error).removeprefix("spexis: ")
         return None

@@ -63,6 +63,9 @@ class ResolvedDrafter:
     """Tokens it can draft."""
     fingerprint_checked: bool
     """False when the target's weights are not on this machine, so only sizes were compared."""
+    acceptance: float | None = None
+    """Share of drafts that are right, as measured by who trained it; None: not known, or not for
+    a draft vocabulary cut down."""
 
 
 def shipped() -> dict[str, Path]:
@@ -115,6 +118,7 @@ def resolve(drafter: DrafterConfig, model: ServedModel) -> ResolvedDrafter:
         version=exit_config.version,
         draft_vocab_size=drafter.draft_vocab_size or vocab,
         fingerprint_checked=weights_fingerprint(model) is not None,
+        acceptance=exit_config.acceptance if drafter.draft_vocab_size is None else None,
     )
 
 

@@ -64,6 +64,8 @@ class Trainer(TrainingLoop):
             holdout_rows,
         )
         self.config = config
+        self.acceptance: dict[str, float] = {}
+        """Of each drafter, when last looked at."""
         self.vocab_ids = torch.from_numpy(vocab_ids.astype(np.int64)).to(self.device)
         # The target's head with the draft vocabulary first: its prefix is every drafter's head.
         vocab = target.head.shape[0]
@@ -184,7 +186,8 @@ class Trainer(TrainingLoop):
                     )
                 kept[c.name][0] += int(drafts.accepted.sum())
                 kept[c.name][1] += len(drafts.accepted)
-        return {name: round(a / max(1, b), 4) for name, (a, b) in kept.items()}
+        self.acceptance = {name: round(a / max(1, b), 4) for name, (a, b) in kept.items()}
+        return self.acceptance
 
     # -- logs, checkpoints, folders ------------------------------------------------------------
 
@@ -211,6 +214,7 @@ class Trainer(TrainingLoop):
         """Write every drafter in the folder format, in bfloat16."""
         paths = {}
         for c in self.candidates:
-            c.drafter.config.save(folder / c.name, c.drafter.export(torch.bfloat16))
+            config = dataclasses.replace(c.drafter.config, acceptance=self.acceptance.get(c.name))
+            config.save(folder / c.name, c.drafter.export(torch.bfloat16))
             paths[c.name] = folder / c.name
         return paths

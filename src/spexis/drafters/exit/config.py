@@ -50,6 +50,7 @@ class ExitConfig:
     draft_vocab_size: int
     tied_head: bool  # True: logits use the target's own head; False: lm_head.weight is stored
     version: str
+    acceptance: float | None = None  # simulated serving of prompts not trained on; None: unknown
     weights_sha256: str = ""
     format: str = FORMAT
 
@@ -63,6 +64,8 @@ class ExitConfig:
         for name in ("num_drafter_layers", "num_stages", "draft_vocab_size", "hidden_size"):
             if getattr(self, name) < (0 if name == "num_drafter_layers" else 1):
                 raise ValueError(f"{name} {getattr(self, name)} is too small")
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise ValueError(f"acceptance {self.acceptance} must lie in 0..1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
         rope_type(self.rope_parameters)
