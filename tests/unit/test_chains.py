@@ -243,6 +243,23 @@ def test_choices_by_outcomes_hold_the_poorer_requests_and_follow_from_the_journa
     assert len(replay_selection(journal, OutcomeChooser)) == 1
 
 
+def test_a_bonus_brings_rows_in():
+    chooser = OutcomeChooser.from_setup(setup(steep=1.0))
+    chooser.journal = [{"setup": setup(steep=1.0)}]
+    stream = Outcomes(chooser, [0.3] * 12, 2)
+    for _ in range(200):
+        stream.step()
+    ids, kv_tokens = [str(i) for i in range(12)], np.full(12, 50)
+    without = chooser.choose(ids, 201, kv_tokens)
+    held = np.flatnonzero(~without)
+    assert len(held) > 1
+    bonus = np.zeros(12)
+    bonus[held[0]] = 10.0
+    found = chooser.choose(ids, 201, kv_tokens, 0, bonus)
+    assert found[held[0]] and not found[held[1:]].all()
+    assert replay_selection(json.loads(json.dumps(chooser.journal)), OutcomeChooser) == []
+
+
 def test_a_pause_says_nothing_but_steps_that_are_always_long_are_learnt():
     """A profile made on other hardware: its curve is kept but scaled."""
     chooser = OutcomeChooser.from_setup(setup())

@@ -312,7 +312,7 @@ def run(
 ):
     """Histories by seed, each to its end; what happened in them, added up."""
     totals = dict.fromkeys(("preemptions", "hits", "discarded", "stale", "held", "plain"), 0)
-    totals.update(waits=0, holds=0, evicts=0, replayed=0, forecasts=0, exceeded=0)
+    totals.update(waits=0, holds=0, evicts=0, replayed=0, forecasts=0, exceeded=0, bonus=0)
     config = make_config(num_stages, num_stages + more, policy, **block)
     for seed in seeds:
         scheduler = kind(config, seed, tight)
@@ -346,6 +346,7 @@ def run(
         if scheduler.real.chooser is not None:
             chosen = json.loads(json.dumps(scheduler.real.chooser.chooser.journal))
             assert replay_selection(chosen, OutcomeChooser) == []
+            totals["bonus"] += sum(e["choose"][-1] is not None for e in chosen if "choose" in e)
             assert scheduler.real.chooser.chooser.requests == {}  # nothing of ended requests stays
         for entry in journal:
             totals["waits"] += entry.get("admit", 1) == 0
@@ -383,8 +384,12 @@ def test_rows_held_by_the_first_stage(make_config, num_stages, more):
 def test_rows_chosen_by_the_scheduler(make_config, tmp_path, num_stages, more, lookahead):
     chosen = {"mode": "sp-alpha", "selection": "scheduler", "lookahead": lookahead}
     profile = steep_profile(tmp_path / "steep.json")
-    totals = run(make_config, num_stages, more, range(30), profile=profile, **chosen)
+    totals = run(
+        make_config, num_stages, more, range(30), tight=lookahead, profile=profile, **chosen
+    )
     assert min(totals["held"], totals["discarded"], totals["preemptions"]) > 20, totals
+    # Where requests wait for memory, those that end soon are favoured.
+    assert (totals["bonus"] > 20) == lookahead, totals
 
 
 @pytest.mark.parametrize(

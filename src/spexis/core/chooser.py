@@ -47,9 +47,15 @@ class Chooser:
     def _of(cls, selection: Selection, setup: Mapping[str, Any]) -> Self:
         return cls(selection, setup["num_stages"])
 
-    def select(self, joint: np.ndarray, kv_tokens: np.ndarray, prefill_tokens: int) -> np.ndarray:
-        """[R] bool: rows that run. joint: [R] probability that each is good; kv_tokens: [R]."""
-        return self.selection.select(joint, kv_tokens, prefill_tokens) | (joint >= SURE)
+    def select(
+        self,
+        joint: np.ndarray,  # [R] probability that each row is good
+        kv_tokens: np.ndarray,  # [R]
+        prefill_tokens: int,
+        bonus: np.ndarray | None = None,  # [R] tokens that a good row is worth on top
+    ) -> np.ndarray:
+        """[R] bool: rows that run."""
+        return self.selection.select(joint, kv_tokens, prefill_tokens, bonus) | (joint >= SURE)
 
     def learn(
         self,

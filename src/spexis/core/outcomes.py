@@ -149,11 +149,12 @@ class OutcomeChooser(Chooser):
         step: int,
         kv_tokens: np.ndarray,  # [R]
         prefill_tokens: int = 0,
+        bonus: np.ndarray | None = None,  # [R] tokens that a good row is worth on top
     ) -> np.ndarray:
         """[R] bool: requests whose row runs."""
-        self.note("choose", list(req_ids), step, kv_tokens, prefill_tokens)
+        self.note("choose", list(req_ids), step, kv_tokens, prefill_tokens, bonus)
         joint = self.good_rows(req_ids, step)
-        return self.decided(self.select(joint, kv_tokens, prefill_tokens))
+        return self.decided(self.select(joint, kv_tokens, prefill_tokens, bonus))
 
 
 @lru_cache(maxsize=8192)  # few shapes come again and again

@@ -24,6 +24,7 @@ decision goes there with its inputs, so that it can be computed again (core/repl
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,8 @@ class Lookahead:
         self._outlook: Outlook | None = None
         self._outlook_step = self._refused_step = -OUTLOOK_EVERY
         self._seen_running = 0
+        self._bonus: dict[str, float] = {}
+        self._bonus_step = -OUTLOOK_EVERY
         self.check = ForecastCheck(self)
         self.decision = decisions.NONE
         """The last one, for people to see."""
@@ -173,6 +176,21 @@ class Lookahead:
             s.running.remove(requests[i])
             s._preempt_request(requests[i], time.monotonic())
         return len(relief.evict) > 0
+
+    def finish_bonus(self, req_ids: Sequence[str]) -> np.ndarray | None:
+        """[R] tokens that a right row of each running request is worth on top of its own, since a
+        request that ends sooner makes room; None while nobody waits for memory."""
+        s = self.scheduler
+        if not s.waiting or self._refused_step < self._outlook_step:
+            return None
+        if s.current_step - self._bonus_step >= OUTLOOK_EVERY:  # it changes slowly
+            begin = time.perf_counter()
+            bonus = self.memory.finish_bonus(self._running(), self.pace.tokens_per_row_step)
+            ids = (r.request_id for r in s.running)
+            self._bonus = dict(zip(ids, bonus.tolist(), strict=True))
+            self._bonus_step = s.current_step
+            self.seconds += time.perf_counter() - begin
+        return np.array([self._bonus.get(req_id, 0.0) for req_id in req_ids])
 
     # -- what the policies look at -----------------------------------------------------------------
 

@@ -63,9 +63,10 @@ class StepChooser:
         kv_tokens = np.array([r.num_computed_tokens for r in requests])
         prompts = sum(r.num_tokens - r.num_computed_tokens for r in s.running if r.is_prefill_chunk)
         budget = max(s.max_num_scheduled_tokens - len(requests), 0)
-        run = self.chooser.choose(
-            [r.request_id for r in requests], step, kv_tokens, min(prompts, budget)
-        )
+        req_ids = [r.request_id for r in requests]
+        # Requests that end soon free memory that others wait for.
+        bonus = s.lookahead.finish_bonus(req_ids) if s.lookahead else None
+        run = self.chooser.choose(req_ids, step, kv_tokens, min(prompts, budget), bonus)
         for request, runs in zip(requests, run, strict=True):
             if not runs:
                 request.next_decode_eligible_step = step + 1
