@@ -91,6 +91,7 @@ class Bench:
         self.args, self.model = args, demo_model_dir()
         self.runs: list[dict[str, Any]] = []
         self.failures: list[str] = []
+        self.known: dict[tuple[int, int], tuple[list[dict], list[list[int]]]] = {}
         total = args.rounds * (1 + len(ENGINES)) + args.ample_rounds * 3
         self.bar = tqdm(total=total, unit="engine", file=sys.stderr, dynamic_ncols=True)
 
@@ -113,21 +114,37 @@ class Bench:
             Path(self.args.output).write_text(json.dumps(self.result(), indent=1) + "\n")
 
     def round(self, number: int) -> None:
-        rows, wanted = self.requests(number, self.args.requests)
-        warm, _ = self.requests(1000 + number, self.args.warm)
+        (rows, wanted), (warm, _) = self.requests(
+            (number, self.args.requests), (1000 + number, self.args.warm)
+        )
         # Another order each round: machines change slowly.
         order = ENGINES[number % 3 :] + ENGINES[: number % 3]
         for engine in order:
             self.measure(engine, "short", number, rows, wanted, warm, self.args.blocks)
 
     def ample(self, number: int) -> None:
-        rows, wanted = self.requests(2000 + number, self.args.ample_requests)
-        warm, _ = self.requests(1000 + number, self.args.warm)
+        (rows, wanted), (warm, _) = self.requests(
+            (2000 + number, self.args.ample_requests), (1000 + number, self.args.warm)
+        )
         for engine in ("off", "on") if number % 2 else ("on", "off"):
             self.measure(engine, "ample", number, rows, wanted, warm, 2048)
 
-    def requests(self, seed: int, count: int) -> tuple[list[dict], list[list[int]]]:
-        """(rows for the engines, the answers they must give)."""
+    def requests(self, *sets: tuple[int, int]) -> list[tuple[list[dict], list[list[int]]]]:
+        """For each (seed, count): rows for the engines, and the answers that they must give."""
+        new = {str(key): self._drawn(*key) for key in sets if key not in self.known}
+        if new:
+            # One reference engine for all: its start takes as long as many answers.
+            asked = {name: [self._asked(row) for row in rows] for name, rows in new.items()}
+            spec = EngineSpec(model=self.model, options=options(2048))
+            results = self.run(spec, asked, "reference").results
+            for key in sets:
+                if (rows := new.get(str(key))) is not None:
+                    answers = [row["outputs"][0]["token_ids"] for row in results[str(key)]["rows"]]
+                    self.known[key] = rows, list(map(self._ended, rows, answers))
+        return [self.known[key] for key in sets]
+
+    def _drawn(self, seed: int, count: int) -> list[dict]:
+        """Prompts and arrivals, and as "n" the length that the answer is to have."""
         rng = random.Random(seed)
         lengths = draw_lengths(rng, count, self.args.trace)
         pieces = chat_token_ids(self.model, list(BUILT_IN))
@@ -139,30 +156,26 @@ class Bench:
             # The end of a question stays the end, whatever is cut off in front.
             rows.append({"prompt_token_ids": tokens[-prompt:], "arrive_seconds": at, "n": answer})
             at += rng.expovariate(self.args.rate)
-        own = self.args.ends == "own"
-        reference = [
-            {
-                "prompt_token_ids": row["prompt_token_ids"],
-                "params": {"max_tokens": LIMIT}
-                if own
-                else {"max_tokens": row["n"] + SLACK, "ignore_eos": True},
-            }
-            for row in rows
-        ]
-        run = self.run(EngineSpec(model=self.model, options=options(2048)), reference, "reference")
-        answers = [row["outputs"][0]["token_ids"] for row in run["requests"]["rows"]]
-        wanted = []
-        for row, answer in zip(rows, answers, strict=True):
-            length = row.pop("n")
-            stop: dict[str, Any] = {}
-            if not own:
-                end = stop_position(answer, length)
-                stop = {"ignore_eos": True, "stop_token_ids": [answer[end]]}
-                answer = answer[: end + 1]
-            told = {ANSWER_TOKENS: len(answer)}  # read by the oracle alone
-            row["params"] = {"max_tokens": LIMIT, **stop, "extra_args": told}
-            wanted.append(answer)
-        return rows, wanted
+        return rows
+
+    def _asked(self, row: dict) -> dict:
+        """Of the reference: longer than wanted, so that there is a choice of ends."""
+        params: dict[str, Any] = {"max_tokens": row["n"] + SLACK, "ignore_eos": True}
+        if self.args.ends == "own":
+            params = {"max_tokens": LIMIT}
+        return {"prompt_token_ids": row["prompt_token_ids"], "params": params}
+
+    def _ended(self, row: dict, answer: list[int]) -> list[int]:
+        """The answer as it is to end; tells the row how it will."""
+        length = row.pop("n")
+        stop: dict[str, Any] = {}
+        if self.args.ends == "trace":
+            end = stop_position(answer, length)
+            stop = {"ignore_eos": True, "stop_token_ids": [answer[end]]}
+            answer = answer[: end + 1]
+        told = {ANSWER_TOKENS: len(answer)}  # read by the oracle alone
+        row["params"] = {"max_tokens": LIMIT, **stop, "extra_args": told}
+        return answer
 
     def measure(self, engine, memory, number, rows, wanted, warm, blocks) -> None:
         spec = EngineSpec(
@@ -173,8 +186,9 @@ class Bench:
             options=options(blocks),
         )
         oracle = engine == "on" and self.args.predictor == "oracle"
-        run = self.run(spec, rows, f"{memory} {number + 1}: {engine}", warm, oracle)
-        result = run["requests"]
+        prepare = {"oracle_lengths": {}} if oracle else None
+        named = {"warm": warm, "requests": rows}
+        result = self.run(spec, named, f"{memory} {number + 1}: {engine}", prepare)["requests"]
         answers = [row["outputs"][0]["token_ids"] for row in result["rows"]]
         latencies = [end - due for due, _, end in result["times"]]
         self.runs.append(
@@ -199,16 +213,16 @@ class Bench:
         )
         self.save()
 
-    def run(self, spec: EngineSpec, rows, what: str, warm=None, oracle=False) -> EngineRun:
+    def run(
+        self, spec: EngineSpec, named: dict[str, list[dict]], what: str, prepare: dict | None = None
+    ) -> EngineRun:
         self.bar.set_description(what)
 
         def show(event: dict) -> None:
             if event["event"] == "progress":
                 self.bar.set_postfix_str(f"{event['name']} {event['done']}/{event['of']}")
 
-        prepare = {"oracle_lengths": {}} if oracle else None
-        named = {"warm": warm, "requests": rows} if warm else {"requests": rows}
-        work = [Work(name=name, rows=some, prepare=prepare) for name, some in named.items()]
+        work = [Work(name=name, rows=rows, prepare=prepare) for name, rows in named.items()]
         run = run_engine(spec, work, on_event=show)
         if run.error:
             self.failures.append(run.error)
