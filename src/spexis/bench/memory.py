@@ -2,7 +2,7 @@
 """Does look-ahead save recomputing where KV memory is short, and cost nothing where it is not?
 
     python -m spexis.bench.memory                              # make bench-memory
-    python -m spexis.bench.memory --trace azure2023_conv.csv.gz --blocks 96 --rounds 3
+    python -m spexis.bench.memory --trace azure2023_conv.csv.gz --blocks 128 --rounds 2
     python -m spexis.bench.memory --predictor oracle           # look-ahead that knows the ends
     python -m spexis.bench.memory --predictor shipped --ends own
 
@@ -342,11 +342,11 @@ def table(runs: list[dict]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", help="lengths of this trace (CSV) instead of its quantiles")
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--warm", type=int, default=12, help="requests before the measured ones")
     parser.add_argument("--rate", type=float, default=8.0, help="arrivals a second")
-    parser.add_argument("--blocks", type=int, default=96, help="KV blocks of 32 tokens")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=128, help="KV blocks of 32 tokens")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ample-rounds", type=int, default=3)
     parser.add_argument("--ample-requests", type=int, default=24)
     parser.add_argument(
