@@ -490,3 +490,10 @@ def test_a_mistaken_profile_is_one_line(tmp_path, capsys):
     argv = ["--parts", "selection", "--profile", "none.json", "--output", str(tmp_path / "o")]
     assert sim_check.main(argv) == 2
     assert "cannot be read" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_every_setting_can_start_and_holds_its_longest_request():
+    """vLLM refuses fewer blocks than one request may fill; one block is its null block."""
+    assert sim_engine.MOST + sim_compare.LIMIT <= sim_compare.MAX_LEN
+    for setting in sim_compare.SETTINGS:
+        assert (setting.blocks - 1) * sim_compare.BLOCK_SIZE >= sim_compare.MAX_LEN, setting.name

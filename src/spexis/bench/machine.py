@@ -69,7 +69,10 @@ def num_gpus() -> int:
 
 def command() -> str:
     """The command as it was typed, without the interpreter's path."""
-    return shlex.join(["spexis", *sys.argv[1:]])
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = spec.name if spec and spec.name.startswith("spexis.bench.") else None
+    program = ["python", "-m", module] if module else ["spexis"]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def resolve_device(asked: str) -> str:

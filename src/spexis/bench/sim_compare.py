@@ -24,7 +24,8 @@ from spexis.simulator.serving import Serving, Settings
 from spexis.simulator.trace import Trace
 
 STAGES, BLOCK_SIZE, AMPLE = 2, 32, 512
-MAX_SEQS, BUDGET, MAX_LEN = 16, 256, 1024
+MAX_SEQS, BUDGET = 16, 256
+MAX_LEN = 640  # of a request; vLLM starts only where the blocks hold one
 LIMIT = 400  # max_tokens that every request states
 SEEDS = 8
 WANTED_THROUGHPUT, WANTED_RECOMPUTED = 0.10, 0.15
