@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The link times of a profile, on the CPU: by torch.distributed, and vLLM's own all-reduce.
+"""The link times of a profile, on the CPU: by torch.distributed, and vLLM's own group.
 
-No engine runs, but vLLM is imported in processes that form a tensor-parallel group.
+No engine runs, but vLLM is imported in three pairs of processes, which takes half a minute.
 """
 
 import pytest
@@ -11,7 +11,8 @@ from spexis.bench import links
 pytestmark = pytest.mark.engine
 
 
-def test_both_all_reduces_are_timed():
+@pytest.mark.slow
+def test_all_operations_are_timed():
     found = links.links("cpu", hidden_size=64, rows=[1, 4], num_devices=1, repeats=3)
     assert set(found) == {"gloo", "host"} and "tp_note" not in found["gloo"]
     assert 0 < found["host"]["describe"] < 1
