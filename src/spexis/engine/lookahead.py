@@ -64,7 +64,8 @@ class Lookahead:
         self.seconds = 0.0
         """Spent in here, all steps together."""
         self._outlook: Outlook | None = None
-        self._outlook_step = self._refused_step = -OUTLOOK_EVERY
+        self._outlook_step = -OUTLOOK_EVERY
+        self._refused_step = self._outlook_step - 1  # of the newest outlook nothing was refused
         self._seen_running = 0
         self._bonus: dict[str, float] = {}
         self._bonus_step = -OUTLOOK_EVERY
