@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -361,8 +362,10 @@ def test_point_is_the_median_with_spread():
     assert profile.spread(found) == pytest.approx(0.6)
 
 
-def test_one_device_has_no_link():
-    assert links.links("cuda", hidden_size=8, rows=[1], num_devices=1) is None
+def test_one_device_has_no_link_but_a_host(monkeypatch):
+    monkeypatch.setattr(links, "_measure", lambda order, extra: {"describe": 2e-4})
+    found = links.links("cuda", hidden_size=8, rows=[1], num_devices=1)
+    assert found == {"host": {"describe": 2e-4}}
 
 
 def test_links_keep_what_was_measured_when_vllms_all_reduce_fails(monkeypatch):
@@ -370,6 +373,8 @@ def test_links_keep_what_was_measured_when_vllms_all_reduce_fails(monkeypatch):
 
     def measure(order, extra):
         asked.append((order["what"], order.get("custom"), extra))
+        if order["what"] == "host":
+            raise subprocess.TimeoutExpired("python", 300)
         if order["what"] == "torch":
             return {"send": {"1": 1e-5}, "all_reduce": {"1": 4e-5}}
         if order["custom"]:
@@ -383,7 +388,9 @@ def test_links_keep_what_was_measured_when_vllms_all_reduce_fails(monkeypatch):
     assert found["p2p"]["all_reduce"] == {"1": 4e-5}
     assert found["no_p2p"]["tp_all_reduce"] == {"1": 3e-5}
     off = {"NCCL_P2P_DISABLE": "1"}
-    assert asked[2:] == [("torch", None, off), ("vllm", False, off)]
+    assert asked[0] == ("host", None, {})
+    assert asked[3:] == [("torch", None, off), ("vllm", False, off)]
+    assert found["host"]["describe"] is None and "timed out" in found["host"]["note"]
 
 
 # -- the bench command chooses a preset ------------------------------------------------------------

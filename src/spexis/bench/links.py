@@ -12,7 +12,7 @@ runs it in a tensor-parallel group: by its own kernels where devices see each ot
 (without peer access they are off, as disable_custom_all_reduce does), on CUDA from within a CUDA
 graph; on a CPU through shared memory. Where that fails it is null and "tp_note" says why.
 "describe" is the time of the message by which vLLM describes a step's tensors, host to host, which
-`fixed_transfer` does without; it needs two processes but no device.
+`fixed_transfer` does without; it needs two processes but no device, and fails in the same way.
 Invariant: no guess where there is only one device: nothing but "host" then.
 """
 
@@ -40,7 +40,7 @@ def links(
 ) -> dict:
     """Seconds by kind of link, operation and rows; of "host" alone with one CUDA device."""
     order = {"device": device, "hidden_size": hidden_size, "rows": list(rows), "repeats": repeats}
-    host = {"host": _measure({**order, "what": "host"}, {})}
+    host = {"host": _of_vllm({**order, "what": "host"}, {}, "describe", "note")}
     if device == "cpu":
         return {"gloo": _link(order, p2p=True), **host}
     if num_devices < 2:
@@ -51,12 +51,17 @@ def links(
 def _link(order: dict[str, Any], p2p: bool) -> dict[str, Any]:
     extra = {} if p2p else {"NCCL_P2P_DISABLE": "1"}
     found = _measure({**order, "what": "torch"}, extra)
-    try:  # processes of their own: what fails in vLLM must not cost the rest
-        found |= _measure({**order, "what": "vllm", "custom": p2p}, extra)
+    by_vllm = {**order, "what": "vllm", "custom": p2p}
+    return found | _of_vllm(by_vllm, extra, "tp_all_reduce", "tp_note")
+
+
+def _of_vllm(order: dict[str, Any], extra: dict[str, str], key: str, note: str) -> dict[str, Any]:
+    """In processes of their own: what fails in vLLM must not cost the rest."""
+    try:
+        return _measure(order, extra)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        found |= {"tp_all_reduce": None, "tp_note": f"failed: {why}"}
-    return found
+        return {key: None, note: f"failed: {why}"}
 
 
 def _measure(order: dict[str, Any], extra: dict[str, str]) -> dict[str, Any]:
