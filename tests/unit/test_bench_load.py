@@ -78,6 +78,9 @@ def test_servers_differ_in_what_is_compared_only(tmp_path, monkeypatch):
     assert "--spexis" not in pp and "--worker-cls" in pp and "--worker-cls" not in auto
     block = json.loads(auto[auto.index("--spexis") + 1])
     assert block == {"drafter": {"method": "exit"}, "mode": "auto"}
+    # Two stock workers on one NUMA node must be told their cores; the plugin tells its own.
+    binds = ["VLLM_CPU_OMP_THREADS_BIND" in made.environment(n) for n in ("pp", "tp", "auto")]
+    assert binds == [True, True, False]
     for found in (pp, tp, auto):
         assert found[found.index("--num-gpu-blocks-override") + 1] == "64"
 
@@ -97,7 +100,7 @@ def test_selection_is_told_what_steps_take(tmp_path, monkeypatch):
 
 def test_without_peer_access_no_way_around_is_left(tmp_path, monkeypatch):
     made = options(tmp_path, monkeypatch, "--no-p2p")
-    assert made.environment()["NCCL_P2P_DISABLE"] == "1"
+    assert made.environment("sp")["NCCL_P2P_DISABLE"] == "1"
     for name in ("pp", "tp", "sp"):
         assert "--disable-custom-all-reduce" in made.arguments(name)
 

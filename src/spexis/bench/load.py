@@ -38,6 +38,7 @@ from spexis.bench import dims, machine
 from spexis.bench.prompts import BUILT_IN
 from spexis.bench.serving import SERVER_ENV, Server
 from spexis.config import ConfigError
+from spexis.core.placement import cpu_binding
 
 ENGINES: dict[str, dict[str, Any] | None] = {
     # The spexis block without its drafter; None: stock vLLM.
@@ -144,7 +145,7 @@ class Load:
         """A server that answers, stopped until awake()."""
         self.bar.set_description(f"{name}, starting")
         stock = ENGINES[name] is None
-        with Server(self.arguments(name), self.environment(), stock=stock) as server:
+        with Server(self.arguments(name), self.environment(name), stock=stock) as server:
             server.wait_ready(START_TIMEOUT)
             os.killpg(server.pid, signal.SIGSTOP)
             yield server
@@ -179,8 +180,12 @@ class Load:
             found += ["--spexis", json.dumps({"drafter": drafter, **block})]
         return found + args.server_args.split()
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, name: str) -> dict[str, str]:
         env = {"TORCHDYNAMO_DISABLE": "1"} if self.device == "cpu" else {}
+        if self.device == "cpu" and ENGINES[name] is None:
+            # With Spexis the plugin does it; stock vLLM refuses two workers on one NUMA node.
+            cores = sorted(os.sched_getaffinity(0))
+            env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_binding(cores, self.args.devices)
         if self.args.no_p2p:
             env["NCCL_P2P_DISABLE"] = "1"
         return env
