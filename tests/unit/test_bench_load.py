@@ -79,6 +79,7 @@ def test_servers_differ_in_what_is_compared_only(tmp_path, monkeypatch):
     block = json.loads(auto[auto.index("--spexis") + 1])
     assert block == {"drafter": {"method": "exit"}, "mode": "auto"}
     # Two stock workers on one NUMA node must be told their cores; the plugin tells its own.
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     binds = ["VLLM_CPU_OMP_THREADS_BIND" in made.environment(n) for n in ("pp", "tp", "auto")]
     assert binds == [True, True, False]
     for found in (pp, tp, auto):

@@ -270,6 +270,7 @@ def test_a_pause_says_nothing_but_steps_that_are_always_long_are_learnt():
     assert chooser.cost.step_seconds(8, 0, 0.0) == pytest.approx(known, rel=0.01)
     rate = chooser.selection.rate
     for _ in range(200):
-        slow(20)
-    assert chooser.cost.step_seconds(8, 0, 0.0) == pytest.approx(20 * known, rel=0.2)
+        slow(100)
+    assert chooser.cost.step_seconds(8, 0, 0.0) == pytest.approx(100 * known, rel=0.2)
+    assert chooser.selection.table[8] == pytest.approx(100 * known, rel=0.2)
     assert chooser.selection.rate < rate / 5

@@ -142,6 +142,7 @@ class GpuBench:
             "split": self.args.split,
             "stock_split": self.args.stock_split,
             "options": self.options,
+            "step_times": self.args.step_times,
         }
 
     def _record(self) -> dict[str, Any]:

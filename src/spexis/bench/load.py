@@ -182,7 +182,8 @@ class Load:
 
     def environment(self, name: str) -> dict[str, str]:
         env = {"TORCHDYNAMO_DISABLE": "1"} if self.device == "cpu" else {}
-        if self.device == "cpu" and ENGINES[name] is None:
+        told = "VLLM_CPU_OMP_THREADS_BIND" in os.environ
+        if self.device == "cpu" and ENGINES[name] is None and not told:
             # With Spexis the plugin does it; stock vLLM refuses two workers on one NUMA node.
             cores = sorted(os.sched_getaffinity(0))
             env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_binding(cores, self.args.devices)

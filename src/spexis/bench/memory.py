@@ -160,7 +160,8 @@ class Bench:
 
     def _asked(self, row: dict) -> dict:
         """Of the reference: longer than wanted, so that there is a choice of ends."""
-        params: dict[str, Any] = {"max_tokens": row["n"] + SLACK, "ignore_eos": True}
+        # Not beyond the limit, at which the others end.
+        params: dict[str, Any] = {"max_tokens": min(row["n"] + SLACK, LIMIT), "ignore_eos": True}
         if self.args.ends == "own":
             params = {"max_tokens": LIMIT}
         return {"prompt_token_ids": row["prompt_token_ids"], "params": params}

@@ -66,7 +66,9 @@ class Fitted:
             "link_ms": round(1e3 * self.link, 2),
             "host_ms": round(1e3 * self.host, 2),
             "scale": round(self.scale, 4),
-            "coefficients": [[round(a, 3) for a in s.theta.tolist()] for s in self.cost.stages],
+            "coefficients": [
+                [round(a, 3) for a in (s.factor * s.theta).tolist()] for s in self.cost.stages
+            ],
         }
 
 

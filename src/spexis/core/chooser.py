@@ -76,8 +76,8 @@ class Chooser:
         if len(self._ratios) == USUAL:
             usual = float(np.median(self._ratios))
             if not 1 / OFF < usual < OFF:
-                for stage in self.cost.stages:
-                    stage.scale(usual)
+                self.cost.scale(usual)
+                self.selection.refresh()
                 self._ratios.clear()
                 predicted = self.cost.step_seconds(rows, prefill_tokens, kv_tokens)
         if seconds >= PAUSE * predicted:

@@ -54,6 +54,10 @@ class Curve:
             seconds = self._cache[x] = self._at(x)
         return seconds
 
+    def scale(self, factor: float) -> None:
+        self.y = [y * factor for y in self.y]
+        self._cache.clear()
+
     def _at(self, x: float) -> float:
         xs, ys = self.x, self.y
         if not xs:
@@ -87,6 +91,7 @@ class StageCost:
         self._chunk_cache: dict[tuple[int, int], float] = {}
         self._base_table = np.zeros(0)
         self.unit = self.base(1)
+        self.factor = 1.0  # of all that follows, see scale()
         self.theta = np.array(START)
         self._coefficients = START
         self._covariance = self._start_covariance()
@@ -135,7 +140,7 @@ class StageCost:
 
     def features(self, rows: int, prefill_tokens: int, kv_tokens: float) -> np.ndarray:
         """[4] what the coefficients multiply, in seconds."""
-        return np.array(
+        return self.factor * np.array(
             (
                 self.unit,
                 self.base(rows),
@@ -147,7 +152,7 @@ class StageCost:
     def seconds(self, rows: int, prefill_tokens: int = 0, kv_tokens: float = 0.0) -> float:
         a0, a1, a2, a3 = self._coefficients
         fixed = a0 * self.unit + a1 * self.base(rows)
-        return (
+        return self.factor * (
             max(fixed, 0.05 * self.unit)
             + a2 * self.kv_seconds * kv_tokens
             + a3 * self.chunk(rows, prefill_tokens)
@@ -158,12 +163,12 @@ class StageCost:
         if len(self._base_table) <= max_rows:
             self._base_table = np.array([self.base(rows) for rows in range(max_rows + 1)])
         fixed = self.theta[0] * self.unit + self.theta[1] * self._base_table[: max_rows + 1]
-        return np.maximum(fixed, 0.05 * self.unit)
+        return self.factor * np.maximum(fixed, 0.05 * self.unit)
 
     @property
     def kv_price(self) -> float:
         """Seconds that one KV token adds, as corrected."""
-        return self._coefficients[2] * self.kv_seconds
+        return self.factor * self._coefficients[2] * self.kv_seconds
 
     def observe(self, rows: int, prefill_tokens: int, kv_tokens: float, seconds: float) -> None:
         """Learn from a measured step. Times that are not positive and finite are left out."""
@@ -184,9 +189,8 @@ class StageCost:
         self.num_observed += 1
 
     def scale(self, factor: float) -> None:
-        """All times by a factor, as if they had been measured so."""
-        self.theta = self.theta * factor
-        self._coefficients = tuple(self.theta.tolist())
+        """All times by a factor, as if they had been measured so; what was learnt stays."""
+        self.factor *= factor
 
     @staticmethod
     def _start_covariance() -> np.ndarray:
@@ -229,6 +233,12 @@ class CostModel:
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    def scale(self, factor: float) -> None:
+        """All times by a factor: other hardware."""
+        for part in (*self.stages, self.link, self.host):
+            part.scale(factor)
+        self._between = np.zeros((2, 0))
 
     def step_seconds(self, rows: int, prefill_tokens: int = 0, kv_tokens: float = 0.0) -> float:
         """Seconds from one step to the next when every step is like this one.
