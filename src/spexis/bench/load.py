@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -121,6 +122,8 @@ class Load:
         return model
 
     def run(self) -> None:
+        if importlib.util.find_spec("pandas") is None:
+            raise ConfigError("`vllm bench serve` reads its questions with pandas: install pandas")
         if self.device == "cpu":
             with contextlib.ExitStack() as stack:
                 servers = {name: stack.enter_context(self.started(name)) for name in self._order(0)}
