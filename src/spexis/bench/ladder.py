@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             ladder.bar.close()
         result = ladder.result()
-        save(args, result)  # the rest takes as long again
+        load.save(args, result)  # the rest takes as long again
         loads = args.loads or switching_loads(result["throughput"])
         if loads is None:
             args.acceptance = args.acceptance or 0.3
@@ -62,15 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         worst_window=crossing["worst_window"],
         crossing=crossing,
     )
-    save(args, result)
+    load.save(args, result)
     print(load.table(result["rows"]))
     print(json.dumps({key: result[key] for key in ("name", "ok", "worst_share", "worst_window")}))
     return 0
-
-
-def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    if args.output:
-        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def switching_loads(rates: dict[str, dict[str, float]]) -> tuple[int, int] | None:

@@ -91,12 +91,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             load.bar.close()
             result = load.result()
-            if args.output:
-                Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+            save(args, result)
     print(table(result["rows"]))
     short = ("name", "ok", "worst_share", "throughput", "output")
     print(json.dumps({key: result[key] for key in short}))
     return 0
+
+
+def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    if args.output:
+        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
 
 
 class Load:

@@ -131,16 +131,15 @@ class Bench:
 
     def requests(self, *sets: tuple[int, int]) -> list[tuple[list[dict], list[list[int]]]]:
         """For each (seed, count): rows for the engines, and the answers that they must give."""
-        new = {str(key): self._drawn(*key) for key in sets if key not in self.known}
+        new = {key: self._drawn(*key) for key in sets if key not in self.known}
         if new:
             # One reference engine for all: its start takes as long as many answers.
-            asked = {name: [self._asked(row) for row in rows] for name, rows in new.items()}
+            asked = {str(key): [self._asked(row) for row in rows] for key, rows in new.items()}
             spec = EngineSpec(model=self.model, options=options(2048))
             results = self.run(spec, asked, "reference").results
-            for key in sets:
-                if (rows := new.get(str(key))) is not None:
-                    answers = [row["outputs"][0]["token_ids"] for row in results[str(key)]["rows"]]
-                    self.known[key] = rows, list(map(self._ended, rows, answers))
+            for key, rows in new.items():
+                answers = [row["outputs"][0]["token_ids"] for row in results[str(key)]["rows"]]
+                self.known[key] = rows, list(map(self._ended, rows, answers))
         return [self.known[key] for key in sets]
 
     def _drawn(self, seed: int, count: int) -> list[dict]:
