@@ -21,7 +21,7 @@ $(READY): requirements/cpu.lock pyproject.toml scripts/setup.sh
 	@scripts/setup.sh "$(VENV)"
 	@touch $@
 
-# Tests, lint and training need a few packages more. On a fresh clone one run makes both.
+# Tests, lint, training and the load benchmarks need a few packages more. On a fresh clone one run makes both.
 $(READY_DEV): requirements/cpu.lock requirements/dev.lock pyproject.toml scripts/setup.sh
 	@scripts/setup.sh "$(VENV)" dev
 	@touch $(READY) $@
@@ -48,7 +48,7 @@ bench-cpu: $(READY) ## Spexis against stock PP=2 and TP=2 at 1 to 16 streams
 	@$(SPEXIS) bench --preset cpu
 bench-memory: $(READY) ## look-ahead where KV memory is short: recomputed tokens, throughput, latency
 	@$(PY) -m spexis.bench.memory
-bench-ladder: $(READY) ## mode "auto" against stock PP=2 and Spexis at 1 to 64 streams, and load jumps
+bench-ladder: $(READY_DEV) ## mode "auto" against stock PP=2 and Spexis at 1 to 64 streams, and load jumps
 	@$(PY) -m spexis.bench.ladder
 plan-check: $(READY) ## the planner's first choice against what was measured on two GPUs
 	@$(PY) -m spexis.bench.plan_check

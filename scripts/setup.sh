@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Make the virtual environment that the make targets use:  scripts/setup.sh FOLDER [dev]
-# With `dev`, also what tests, lint and training need. Wants Python 3.11-3.13 with venv; no compiler.
+# With `dev`, also what tests, lint, training and load benchmarks need. Wants Python 3.11-3.13 with venv; no compiler.
 # Safe to run again and after an interruption: only what is missing is done.
 # Everything goes to standard error, so that a command's own output stays alone on standard output;
 # pip's full output lies in FOLDER/setup-*.log.

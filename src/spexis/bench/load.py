@@ -127,7 +127,9 @@ class Load:
 
     def run(self) -> None:
         if importlib.util.find_spec("pandas") is None:
-            raise ConfigError("`vllm bench serve` reads its questions with pandas: install pandas")
+            raise ConfigError(
+                "`vllm bench serve` reads its questions with pandas: install it (pip install pandas)"
+            )
         if self.device == "cpu":
             with contextlib.ExitStack() as stack:
                 servers = {name: stack.enter_context(self.started(name)) for name in self._order(0)}
