@@ -145,6 +145,20 @@ def test_without_p2p():
     assert "disable_custom_all_reduce" not in llm_arguments(on)
 
 
+def test_stock_workers_get_one_thread_of_each_core(monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {3, 0, 1, 2})
+    siblings = {0: "0,2", 2: "0,2", 1: "1,3", 3: "1,3"}
+
+    def read(path):
+        return siblings[int(path.parts[-3].removeprefix("cpu"))]
+
+    monkeypatch.setattr(machine.Path, "exists", lambda path: True)
+    monkeypatch.setattr(machine.Path, "read_text", read)
+    assert [machine.stock_cpu_binding(n) for n in (1, 2, 3)] == ["0", "0|1", "0|1|0"]
+    monkeypatch.setattr(machine.Path, "exists", lambda path: False)  # a kernel that does not say
+    assert [machine.stock_cpu_binding(n) for n in (1, 2)] == ["0,1", "0,1|2,3"]
+
+
 def test_cpu_engines():
     stock = DecodeSpec(model="m", device="cpu", stages=2)
     assert llm_arguments(stock)["worker_cls"].endswith("StockCPUWorker")

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spexis.bench import engines
-from spexis.core.placement import cpu_binding
+from spexis.bench import engines, machine
 
 PARTITION_ENV = "VLLM_PP_LAYER_PARTITION"
 
@@ -103,10 +102,7 @@ def environment(spec: DecodeSpec, base: dict[str, str]) -> dict[str, str]:
         return env
     env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
     if spec.drafter is None:  # else the plugin does it
-        cores = sorted(os.sched_getaffinity(0))
-        if spec.workers == 1:  # one stage by itself gets the share it has in a pipeline of two
-            cores = cores[: max(1, len(cores) // 2)]
-        env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_binding(cores, spec.workers)
+        env["VLLM_CPU_OMP_THREADS_BIND"] = machine.stock_cpu_binding(spec.workers)
     return env
 
 

@@ -9,8 +9,8 @@ vLLM keeps its parallel groups and environment per process, so every engine gets
 (`python -m spexis.bench.engines`, work on standard input, events on a pipe). The engine core runs
 inside that process, where the scheduler's counters and the block pool can be read. Invariants:
 Spexis is switched on the way a user does it (additional_config and the plugin); whatever happens,
-the whole process group is killed before run_engine() returns; an engine of one process uses one
-thread on one core, because OpenMP barriers of two threads on a busy machine cost ten times more.
+the whole process group is killed before run_engine() returns; an engine of one process gets half
+of the cores, because OpenMP barriers over all cores of a busy machine cost ten times more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spexis.core.placement import cpu_binding
+from spexis.bench.machine import stock_cpu_binding
 
 Event = dict[str, Any]
 
@@ -265,11 +265,7 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
     }
     if spec.drafter is None:  # else the plugin does it
-        workers = spec.stages * spec.tensor
-        cores = sorted(os.sched_getaffinity(0))
-        env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_binding(
-            cores[:1] if workers == 1 else cores, workers
-        )
+        env["VLLM_CPU_OMP_THREADS_BIND"] = stock_cpu_binding(spec.stages * spec.tensor)
     return env
 
 

