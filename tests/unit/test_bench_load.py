@@ -4,6 +4,9 @@
 import gzip
 import itertools
 import json
+import os
+import signal
+import time
 
 import pytest
 
@@ -122,3 +125,24 @@ def test_loads_are_needed():
         load.main(["--rates", "1"])
     with pytest.raises(ConfigError, match="--step-times"):
         load.main(["--engines", "pp", "alpha", "--concurrency", "1"])
+
+
+def test_a_run_that_is_ended_keeps_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(load.Load, "_model", lambda self: "demo")
+    kept = signal.getsignal(signal.SIGTERM)
+
+    def measure_one_and_end(self):
+        self.rows.append(row("pp", 1, 10.0))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr(load.Load, "run", measure_one_and_end)
+    output = tmp_path / "load.json"
+    try:
+        with pytest.raises(SystemExit) as end:
+            load.main(["--concurrency", "1", "--output", str(output)])
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+    assert end.value.code == 128 + signal.SIGTERM
+    result = json.loads(output.read_text())
+    assert result["throughput"] == {"pp": {"1": 10.0}} and not result["ok"]

@@ -43,6 +43,7 @@ CLEAR = 0.02  # a mode is the faster one at a load if it is so much faster
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     points = [Point("concurrency", n) for n in args.concurrency]
+    load.end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="spexis-ladder-") as folder:
         ladder = Load(args, Path(folder), points)
         try:

@@ -83,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--engines alpha needs --step-times FILE: write one by `spexis profile`")
     if args.rates and not args.trace:
         raise ConfigError("--rates needs --trace FILE: how requests arrive, and their lengths")
+    end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="spexis-load-") as folder:
         load = Load(args, Path(folder), points)
         try:
@@ -95,6 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     short = ("name", "ok", "worst_share", "throughput", "output")
     print(json.dumps({key: result[key] for key in short}))
     return 0
+
+
+def end_on_sigterm() -> None:
+    """As Ctrl-C does: servers that are stopped now would neither notice our end nor follow."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -225,6 +231,7 @@ class Load:
             for kind in ("mean", "median", "p99"):
                 row[f"{kind}_{latency}_ms"] = found.get(f"{kind}_{latency}_ms")
         self.rows.append(row)
+        save(self.args, self.result())  # what comes later may be cut off
         if found.get("failed"):
             self.failures.append(f"{name} at {point}: {found['failed']} requests failed")
         self.bar.update()
