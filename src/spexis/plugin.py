@@ -141,6 +141,8 @@ def _place(vllm_config: Any, config: SpexisConfig) -> SpexisConfig:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     stages = parallel.pipeline_parallel_size
     split = os.environ.get(PARTITION_ENV)
+    if split is not None:
+        _check_partition(split, stages, model.get_total_num_hidden_layers())
     if config.drafter.method == "exit":
         resolved = _resolve_drafter(model, config.drafter)
         split = _exit_partition(model, stages, resolved.exit_layer, split, config.placement)
@@ -248,6 +250,17 @@ def _exit_partition(
     return _set_partition(split)
 
 
+def _check_partition(given: str, stages: int, num_layers: int) -> None:
+    """vLLM builds what it says, also stages without a layer or with layers that are not there."""
+    parts = [part.strip() for part in given.split(",")]
+    counts = [int(part) if part.isdecimal() else 0 for part in parts]
+    if len(counts) != stages or min(counts) < 1 or sum(counts) != num_layers:
+        raise ConfigError(
+            f"spexis: {PARTITION_ENV}={given} must be {stages} counts above 0 that add up to the "
+            f"model's {num_layers} layers; mend it or unset it"
+        )
+
+
 def _chosen_partition(
     model: Any,
     stages: int,
@@ -292,7 +305,7 @@ def _profile_costs(sizes: Any, placement: PlacementConfig) -> Any:
         profile = json.load(file)
     curve = StageCurve.from_profile(profile)
     for key in ("hidden_size", "intermediate_size", "vocab_size"):
-        there, here = profile["model"].get(key), getattr(sizes, key, None)
+        there, here = (profile.get("model") or {}).get(key), getattr(sizes, key, None)
         if there is not None and here is not None and there != here:
             raise ValueError(f"made for another model ({key} is {there} there and {here} here)")
     return curve.costs(placement.rows or curve.max_rows, placement.drafter_seconds)

@@ -246,8 +246,43 @@ def test_write_model_with_fewer_layers(tmp_path):
     written = json.loads((Path(folder) / "config.json").read_text())
     assert written == {**config, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     assert dims.sizes(str(source))["name"] == "model"
-    with pytest.raises(ConfigError, match=r"neither a set of dimensions .l8, l70, q32, tiny"):
+    with pytest.raises(ConfigError, match=r"neither demo, nor a set of dimensions .l8, l70, q32"):
         dims.write_model("l7", tmp_path)
+
+
+@pytest.mark.parametrize("config", ["[1]", "{}", '{"num_hidden_layers": "4"}', "\x00"])
+def test_no_models_config_is_one_line(config, tmp_path):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=r"config\.json") as error:
+        dims.sizes(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_layers_that_do_not_fit_into_a_cpus_memory_are_refused():
+    dims.check_memory("tiny", 8, 10**8)
+    # 40 layers of 855M parameters, embedding and head of 1.05e9 each, 4 bytes.
+    with pytest.raises(ConfigError, match=r"40 layers of l70 take 145 GB .* 20 GB are free"):
+        dims.check_memory("l70", 40, 20 * 10**9)
+
+
+def test_an_output_that_cannot_be_is_found_before_anything_is_measured(tmp_path):
+    machine.check_output(tmp_path / "new" / "p.json")
+    assert (tmp_path / "new").is_dir() and not (tmp_path / "new" / "p.json").exists()
+    kept = tmp_path / "kept.json"
+    kept.write_text("{}")
+    machine.check_output(kept)
+    assert kept.read_text() == "{}"
+    for bad in (tmp_path, kept / "p.json"):
+        with pytest.raises(ConfigError, match=r"--output .* cannot be written"):
+            machine.check_output(bad)
+
+
+def test_devices_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(machine, "num_gpus", lambda: 1)
+    machine.check_devices("cuda", 1)
+    machine.check_devices("cpu", 9)
+    with pytest.raises(ConfigError, match="2 GPUs are needed and 1 can be seen"):
+        machine.check_devices("cuda", 2)
 
 
 def test_the_cpu_benchs_random_model_can_be_profiled():

@@ -199,6 +199,39 @@ def bench(monkeypatch, tmp_path):
     return run
 
 
+def test_without_the_gpus_it_says_so_at_once(monkeypatch):
+    monkeypatch.setattr(gpu.machine, "num_gpus", lambda: 0)
+    with pytest.raises(ConfigError, match="none can be seen here"):
+        gpu.main(["--preset", "gpu2"])
+    monkeypatch.setattr(gpu.machine, "num_gpus", lambda: 2)
+    with pytest.raises(ConfigError, match="4 GPUs are needed and 2 can be seen"):
+        gpu.main(["--preset", "gpu4", "--device", "cuda"])
+
+
+@pytest.mark.parametrize("split", ["5,x", "9,-1", "40,41", ""])
+def test_a_split_that_is_none_is_refused(bench, split):
+    with pytest.raises(ConfigError, match="counts above 0 that add up to the 80 layers"):
+        bench("--split", split)
+    assert FakeEngine.started == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"name": "profile"}'])
+def test_only_its_own_file_is_gone_on_with(bench, tmp_path, text):
+    (tmp_path / "out.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"--resume: .* cannot be gone on with"):
+        bench("--resume")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--batches=0", "--p=2", "--rounds=0", "--tokens=-1", "--stop-after=nan"]
+)
+def test_numbers_that_make_no_sense_are_refused(bench, flag, capsys):
+    with pytest.raises(SystemExit):
+        bench(flag)
+    assert f"{flag.partition('=')[2]}: allowed is" in capsys.readouterr().err
+    assert FakeEngine.started == []
+
+
 def test_a_whole_run(bench, capsys):
     record = bench("--p2p", "on", "--rounds", "2")
     assert FakeEngine.started == ["sp2", "pp2", "tp2", "tp2", "pp2", "sp2"]  # alternating
@@ -266,7 +299,7 @@ def test_one_engine_that_fails_does_not_end_the_run(bench, capsys):
 
 
 def test_stop_after_stops_in_order(bench):
-    record = bench("--p2p", "on", "--stop-after", "-1")
+    record = bench("--p2p", "on", "--stop-after", "1e-9")
     assert FakeEngine.started == [] and record["cells"] == [] and not record["complete"]
 
 
@@ -296,6 +329,9 @@ def test_selection_is_told_what_steps_take(bench, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="alpha2 needs --step-times"):
         bench("--engines", "sp2", "alpha2")
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"p\.json: no such file"):
+        bench("--engines", "alpha2", "--step-times", "p.json")
+    (tmp_path / "p.json").touch()
     record = bench("--engines", "pp2", "sp2", "alpha2", "--no-profile", "--step-times", "p.json")
     assert FakeEngine.settings["sp2"] == {}
     assert FakeEngine.settings["alpha2"] == {

@@ -153,8 +153,6 @@ def test_a_profile_without_links_prices_no_tensor_parallelism(tmp_path, capsys):
     ("argv", "words"),
     [
         (["nothing"], "no preset"),
-        (["--gpus", "0"], "above 0"),
-        (["--acceptance", "2"], "from 0 to 1"),
         (["--profile", "none.json"], "cannot be read"),
         (["--profile", STORED, "--hardware", "h200"], "give one of them"),
         (["--no-p2p"], "needs --profile"),
@@ -165,3 +163,27 @@ def test_plan_mistakes_are_one_line(argv, words, capsys):
     assert cli.main(["plan", *argv]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["--gpus", "--batch", "--context", "--prompt", "--top"])
+@pytest.mark.parametrize("given", ["0", "-1", "x", "²"])
+def test_plan_numbers_that_make_no_sense(name, given, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["plan", name, given])
+    assert end.value.code == 2
+    assert f"{name}: {given}: allowed is a whole number above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["2", "-0.1", "nan", "x"])
+def test_plan_shares_that_make_no_sense(given, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--acceptance", given])
+    assert f"{given}: allowed is a number from 0 to 1" in capsys.readouterr().err
+
+
+def test_plan_knows_the_dimensions_that_can_be_profiled(capsys):
+    rankings = []
+    for name in ("l70", "llama-70b"):
+        assert cli.main(["plan", name, "--acceptance", "0.7"]) == 0
+        rankings.append(json.loads(capsys.readouterr().out.splitlines()[-1])["ranking"])
+    assert rankings[0] == rankings[1]

@@ -360,6 +360,16 @@ def test_users_partition_that_ends_elsewhere_is_refused():
         plugin._exit_partition(None, 2, 18, "15,15")
 
 
+@pytest.mark.parametrize("given", ["18,13", "18", "18,12,0", "30,0", "31,-1", "a,b", "", "15,15,"])
+def test_users_partition_that_is_none_is_refused(given):
+    with pytest.raises(ConfigError, match=r"must be 2 counts above 0 that add up to .* 30 layers"):
+        plugin._check_partition(given, 2, 30)
+
+
+def test_users_partition_that_vllm_can_build_passes():
+    plugin._check_partition("18, 12", 2, 30)
+
+
 def test_partition_that_cannot_be_is_refused():
     model = SimpleNamespace(get_total_num_hidden_layers=lambda: 6)
     with pytest.raises(ConfigError, match="cannot split 6 layers over 4 stages"):

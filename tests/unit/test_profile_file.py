@@ -111,6 +111,16 @@ def test_a_stage_measured_over_two_devices_says_nothing_of_other_numbers():
 
 def test_the_memory_of_a_device_is_in_the_file():
     assert ProfileFile.load(STORED).device_memory == 143771 * 2**20
+    unknown = changed(hardware={"gpus": [{"name": "some GPU", "memory.total": "[N/A] MiB"}]})
+    assert unknown.device_memory is None
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "vocab_size"])
+@pytest.mark.parametrize("value", [0, -1, "64", True, None, 10**12])
+def test_sizes_that_no_model_has(key, value):
+    file = changed(model={**MEASURED["model"], key: value})
+    with pytest.raises(ProfileError, match=f"{key} is {value!r}"):
+        _ = file.model
 
 
 @pytest.mark.parametrize(
@@ -125,6 +135,18 @@ def test_the_memory_of_a_device_is_in_the_file():
         ({"layers": 0}, "layers is 0: allowed is a whole number above 0"),
         ({"head_seconds": 1}, "allowed is an object of seconds by rows"),
         ({"head_seconds": {"x": 1}}, "has a key 'x'"),
+        ({"head_seconds": {"²": 1}}, "has a key '²'"),
+        *(
+            ({key: "x"}, f"{key} is 'x': allowed is a JSON object")
+            for key in ("model", "hardware", "engine", "host_seconds", "link_seconds")
+        ),
+        ({"hardware": {"gpus": ["x"]}}, "hardware.gpus: allowed is a list of JSON objects"),
+        ({"engine": {"kv_tokens": -5}}, "engine has -5"),
+        ({"engine": {"kv_tokens": "x"}}, "engine has 'x'"),
+        ({"engine": {"cudagraph_capture_sizes": 0.5}}, "engine has 0.5"),
+        ({"engine": {"cudagraph_capture_sizes": [1, None]}}, "engine has None"),
+        ({"host_seconds": {"1": {}}}, "host_seconds.1.scheduler is None"),
+        ({"link_seconds": {"gloo": 3}}, "link_seconds.gloo is 3"),
     ],
 )
 def test_mistakes_are_one_line(change, words):

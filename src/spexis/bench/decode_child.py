@@ -24,6 +24,7 @@ import traceback
 from typing import Any
 
 from spexis.bench.decode import DecodeSpec, arrivals, llm_arguments, window_spread
+from spexis.bench.engines import end_child
 
 EXTENSION = "spexis.bench.worker_extension.BenchWorker"
 
@@ -238,9 +239,7 @@ def main() -> None:
     except BaseException as error:
         traceback.print_exc()
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=pipe)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # vLLM's own shutdown can hang on a broken engine
+    end_child()
 
 
 if __name__ == "__main__":

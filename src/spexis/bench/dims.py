@@ -90,6 +90,8 @@ DIMS: dict[str, dict[str, Any]] = {
     },
 }
 
+FLOAT32 = 4  # bytes; weights of the CPU engines
+
 SIZE_KEYS = (
     "architectures",
     "hidden_size",
@@ -121,16 +123,45 @@ def read_config(name: str) -> dict[str, Any]:
     """config.json of a set of dimensions or of a model's folder."""
     if name in DIMS:
         return {**DIMS[name], "hidden_act": "silu", "torch_dtype": "bfloat16"}
+    if name == "demo":
+        from spexis.demo_model import demo_model_dir
+
+        return read_config(demo_model_dir())
     try:
-        return json.loads((Path(name) / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as err:
+        config = json.loads((Path(name) / "config.json").read_text())
+    except (OSError, ValueError) as err:
         raise ConfigError(
-            f"{name} is neither a set of dimensions ({', '.join(DIMS)}) nor a folder with a "
-            f"config.json ({err})"
+            f"{name} is neither demo, nor a set of dimensions ({', '.join(DIMS)}), nor a folder "
+            f"with a config.json ({err})"
         ) from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{name}: its config.json is no JSON object")
+    return config
+
+
+def check_memory(name: str, layers: int, free: int) -> None:
+    """ConfigError if so many layers in float32 do not fit. free: bytes of memory."""
+    from spexis.core.presets import Model
+
+    try:
+        model = Model.from_config(name, {**read_config(name), "num_hidden_layers": layers})
+    except ValueError as err:
+        raise ConfigError(f"{name}: no dense decoder's config.json: {err}") from None
+    wanted = model.params * FLOAT32
+    if wanted > free:
+        raise ConfigError(
+            f"{layers} layers of {name} take {wanted / 1e9:.0f} GB in float32 on a CPU and "
+            f"{free / 1e9:.0f} GB are free: ask for fewer (--layers), or run it where GPUs are"
+        )
 
 
 def sizes(name: str) -> dict[str, Any]:
     """The dimensions that times depend on."""
     config = read_config(name)
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise ConfigError(
+            f"{name}: num_hidden_layers is {layers!r} in its config.json: allowed is a whole "
+            "number above 0 (a text model's own config, not one nested in another)"
+        )
     return {"name": Path(name).name, **{key: config.get(key) for key in SIZE_KEYS}}

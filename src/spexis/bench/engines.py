@@ -30,7 +30,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from spexis.bench.machine import stock_cpu_binding
 
@@ -241,6 +241,21 @@ def kill_on_signals(numbers=(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) -> N
 # -- inside the child ------------------------------------------------------------------------------
 
 
+def end_child() -> NoReturn:
+    """Ends this process: vLLM's own shutdown can hang on a broken engine.
+
+    The parent then kills the group, and with it what would have removed vLLM's shared memory, so
+    its files go first; who still maps one keeps it.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        file = line.partition("/dev/shm/")[2]
+        if file and " " not in file:  # "(deleted)": gone already
+            Path("/dev/shm", file).unlink(missing_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def base_environment(base: dict[str, str]) -> dict[str, str]:
     """For the process of any engine: without what would place or switch it, with our source."""
     env = {
@@ -314,10 +329,7 @@ def _main() -> None:
     except BaseException as error:
         traceback.print_exc()
         emit(event="error", message=f"{type(error).__name__}: {error}")
-    # vLLM's own shutdown can hang on a broken engine; the parent kills the group anyway.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    end_child()
 
 
 if __name__ == "__main__":

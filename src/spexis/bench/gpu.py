@@ -33,6 +33,7 @@ from spexis.bench.decode import DecodeEngine, DecodeSpec
 from spexis.bench.gpu_kinds import BATCHES, KINDS, Kind, engines_of
 from spexis.bench.options import add_engine_options, engine_options
 from spexis.bench.profile import measure_stage
+from spexis.cli.numbers import positive, share, whole, whole_or_zero
 from spexis.config import ConfigError
 from spexis.core.placement import balanced_partition
 from spexis.core.profile_file import FORMAT
@@ -55,22 +56,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dims", default="l70", help=f"{', '.join(dims.DIMS)}, or a folder with a config.json"
     )
-    parser.add_argument("--batches", type=int, nargs="+", help="requests that decode at a time")
-    parser.add_argument("--p", type=float, nargs="+", help="acceptances of the synthetic drafter")
+    parser.add_argument("--batches", type=whole, nargs="+", help="requests that decode at a time")
+    parser.add_argument("--p", type=share, nargs="+", help="acceptances of the synthetic drafter")
     parser.add_argument("--p2p", choices=["on", "off", "both"], default="both")
     parser.add_argument("--engines", nargs="+", metavar="NAME", help="exactly these, in order")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens a request in the window")
+    parser.add_argument("--rounds", type=whole, default=1)
+    parser.add_argument("--prompt", type=whole, default=128, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=whole, default=64, help="tokens a request in the window")
     parser.add_argument(
         "--min-drafts",
-        type=int,
+        type=whole_or_zero,
         default=512,
         help="SP at few requests: a longer window, until about this many guesses (default: 512)",
     )
-    parser.add_argument("--warm", type=int, default=8, help="tokens a request before the window")
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--max-num-seqs", type=int, help="default: the largest batch")
+    parser.add_argument(
+        "--warm", type=whole_or_zero, default=8, help="tokens a request before the window"
+    )
+    parser.add_argument("--max-model-len", type=whole, default=2048)
+    parser.add_argument("--max-num-seqs", type=whole, help="default: the largest batch")
     parser.add_argument(
         "--split",
         default="auto",
@@ -90,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", help="JSON file (default: PRESET-DIMS.json)")
     parser.add_argument("--resume", action="store_true", help="go on with what --output holds")
-    parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="then stop in order")
+    parser.add_argument("--stop-after", type=positive, metavar="SECONDS", help="then stop in order")
     add_engine_options(parser)
     return parser
 
@@ -102,13 +105,39 @@ def capture_sizes(preset: str, batches: Sequence[int], max_num_seqs: int) -> lis
     return sorted({-(-rows // parts) for rows in every for parts in (1, *stages)})
 
 
+def _device(args: argparse.Namespace) -> str:
+    device = machine.resolve_device(args.device)
+    if device == "cpu" and args.device == "auto":
+        raise ConfigError(
+            f"--preset {args.preset} measures GPUs and none can be seen here (on a CPU "
+            "`--device cpu --dims tiny` tries the tool; `--preset cpu` measures)"
+        )
+    kind = KINDS[args.preset][0]
+    machine.check_devices(device, kind.stages * kind.tensor)
+    return device
+
+
+def _counts(split: str, layers: int) -> list[int] | None:
+    """Layers per stage where --split gives them."""
+    if split in ("auto", "even"):
+        return None
+    parts = split.split(",")
+    counts = [int(part) if part.isdecimal() else 0 for part in parts]
+    if min(counts) < 1 or sum(counts) != layers:
+        raise ConfigError(
+            f"--split {split}: allowed are auto, even, or counts above 0 that add up to the "
+            f"{layers} layers"
+        )
+    return counts
+
+
 class GpuBench:
     """One run: what is asked, what is measured so far, what to measure next."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.begin = time.monotonic()
-        self.device = machine.resolve_device(args.device)
+        self.device = _device(args)
         self.name = Path(args.dims).name
         self.output = Path(args.output or f"{args.preset}-{self.name}.json")
         self.batches = sorted(set(args.batches or BATCHES[args.preset]))
@@ -121,8 +150,12 @@ class GpuBench:
             )
         if args.capture_batches:
             args.capture_sizes = capture_sizes(args.preset, self.batches, self.max_num_seqs)
+        if args.step_times and not Path(args.step_times).is_file():
+            raise ConfigError(f"--step-times {args.step_times}: no such file")
         self.options = engine_options(args)
         self.layers = dims.sizes(args.dims)["num_hidden_layers"]
+        self.counts = _counts(args.split, self.layers)
+        machine.check_output(self.output)
         self.record = self._record()
 
     # -- the file --------------------------------------------------------------------------------
@@ -161,7 +194,7 @@ class GpuBench:
             "drafter_seconds": {},
         }
         if self.args.resume and self.output.is_file():
-            before = json.loads(self.output.read_text())
+            before = self._before()
             for what in ("settings", "versions"):
                 for key, value in record[what].items():
                     if before[what].get(key) != value:
@@ -174,8 +207,17 @@ class GpuBench:
         record["commands"].append(machine.command())
         return record
 
+    def _before(self) -> dict[str, Any]:
+        try:
+            before = json.loads(self.output.read_text())
+            if isinstance(before, dict) and before.get("name") == f"bench-{self.args.preset}":
+                return before
+            why = "no result of this preset"
+        except ValueError as error:
+            why = str(error)
+        raise ConfigError(f"--resume: {self.output} cannot be gone on with: {why}")
+
     def save(self) -> None:
-        self.output.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.output.with_suffix(".tmp")
         temporary.write_text(json.dumps({**self.result(), **self.record}, indent=1) + "\n")
         temporary.replace(self.output)
@@ -224,7 +266,7 @@ class GpuBench:
         from tqdm import tqdm
 
         left = [len(self.missing(kind, number)) for number, kind in self.turns()]
-        self.save()  # a file that cannot be written should stop us now, not after the first engine
+        self.save()
         with tempfile.TemporaryDirectory() as folder, tqdm(total=sum(left), unit="cell") as bar:
             self.bar = bar
             model = dims.write_model(self.args.dims, folder)
@@ -347,8 +389,8 @@ class GpuBench:
     def _choose_split(self, kind: Kind) -> list[int] | None:
         if self.args.split == "even":
             return None
-        if self.args.split != "auto":
-            return [int(part) for part in self.args.split.split(",")]
+        if self.counts is not None:
+            return self.counts
         curve = self.curve(kind)
         if curve is None:
             return None

@@ -32,8 +32,9 @@ from spexis.bench import load
 from spexis.bench.load import Load, Point, awake
 from spexis.bench.prompts import BUILT_IN
 from spexis.bench.serving import Server
+from spexis.cli.numbers import positive, whole
 
-RUNGS = (1, 2, 4, 8, 16, 32, 64)
+RUNGS = (1, 4, 16, 64)
 ENGINES = ("pp", "sp", "auto")
 WINDOW = 5.0  # seconds
 WANTED_WINDOW = 0.8
@@ -43,7 +44,7 @@ CLEAR = 0.02  # a mode is the faster one at a load if it is so much faster
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     points = [Point("concurrency", n) for n in args.concurrency]
-    load.end_on_sigterm()
+    load.check(args)
     with tempfile.TemporaryDirectory(prefix="spexis-ladder-") as folder:
         ladder = Load(args, Path(folder), points)
         try:
@@ -185,12 +186,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.prog = "python -m spexis.bench.ladder"
     parser.description = __doc__.splitlines()[0]
     parser.add_argument(
-        "--loads", type=int, nargs=2, help="to jump between (default: by the ladder)"
+        "--loads", type=whole, nargs=2, help="to jump between (default: by the ladder)"
     )
-    parser.add_argument("--made-up-loads", type=int, nargs=2, default=[1, 16])
-    parser.add_argument("--crossings", type=int, default=20)
-    parser.add_argument("--phase", type=float, default=20.0, help="seconds between two jumps")
-    parser.add_argument("--hold", type=float, default=40.0, help="seconds a mode is held at a load")
+    parser.add_argument("--made-up-loads", type=whole, nargs=2, default=[1, 16])
+    parser.add_argument("--crossings", type=whole, default=20)
+    parser.add_argument("--phase", type=positive, default=20.0, help="seconds between two jumps")
+    parser.add_argument(
+        "--hold", type=positive, default=40.0, help="seconds a mode is held at a load"
+    )
     parser.set_defaults(concurrency=list(RUNGS), engines=list(ENGINES), rounds=2)
     return parser
 

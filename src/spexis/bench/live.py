@@ -11,6 +11,7 @@ polling workers take no cycles; on the way out every group is killed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -125,6 +126,10 @@ class LiveEngine:
     def stop(self) -> None:
         if self in self._alive:
             self._alive.remove(self)
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # in order, if it can
+                self._signal(signal.SIGCONT)
+                self._process.stdin.close()
+                self._process.wait(5)
             self._answers.close()
             engines._kill_group(self._process)
 
@@ -152,6 +157,8 @@ def _serve(pipe: int, order: dict) -> None:
     print(json.dumps({"seconds": time.monotonic() - begin}), file=answers)
     for line in sys.stdin:
         print(json.dumps(_generate(llm, json.loads(line))), file=answers)
+    answers.flush()
+    engines.end_child()
 
 
 def _generate(llm, command: dict) -> dict:

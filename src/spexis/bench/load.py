@@ -38,6 +38,7 @@ from tqdm import tqdm
 from spexis.bench import dims, machine
 from spexis.bench.prompts import BUILT_IN
 from spexis.bench.serving import SERVER_ENV, Server
+from spexis.cli.numbers import positive, share, whole
 from spexis.config import ConfigError
 
 ENGINES: dict[str, dict[str, Any] | None] = {
@@ -79,11 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     points += [Point("rate", r) for r in args.rates]
     if not points:
         raise ConfigError("give loads: --concurrency 1 2 4, or --rates 1 2 with --trace FILE")
-    if any(name.startswith("alpha") for name in args.engines) and not args.step_times:
-        raise ConfigError("--engines alpha needs --step-times FILE: write one by `spexis profile`")
-    if args.rates and not args.trace:
-        raise ConfigError("--rates needs --trace FILE: how requests arrive, and their lengths")
-    end_on_sigterm()
+    check(args)
     with tempfile.TemporaryDirectory(prefix="spexis-load-") as folder:
         load = Load(args, Path(folder), points)
         try:
@@ -98,8 +95,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def end_on_sigterm() -> None:
-    """As Ctrl-C does: servers that are stopped now would neither notice our end nor follow."""
+def check(args: argparse.Namespace) -> None:
+    """What can be wrong is found before servers start; from then on SIGTERM ends as Ctrl-C does."""
+    if any(name.startswith("alpha") for name in args.engines) and not args.step_times:
+        raise ConfigError("--engines alpha needs --step-times FILE: write one by `spexis profile`")
+    if args.rates and not args.trace:
+        raise ConfigError("--rates needs --trace FILE: how requests arrive, and their lengths")
+    if args.trace:  # says what is wrong with it before servers start
+        trace_lines(args.trace, 2, rate=1.0, scale=args.scale, longest=args.max_model_len)
+    if args.step_times and not Path(args.step_times).is_file():
+        raise ConfigError(f"--step-times {args.step_times}: no such file")
+    if args.output:
+        machine.check_output(Path(args.output))
+    # Servers that are stopped (SIGSTOP) would neither notice our end nor follow.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
@@ -112,6 +120,10 @@ class Load:
     def __init__(self, args: argparse.Namespace, folder: Path, points: list[Point]):
         self.args, self.folder, self.points = args, folder, points
         self.device = machine.resolve_device(args.device)
+        machine.check_devices(self.device, args.devices)
+        if self.device == "cpu" and args.model != "demo":
+            layers = dims.sizes(args.model)["num_hidden_layers"]
+            dims.check_memory(args.model, layers, machine.free_memory())
         self.model = self._model()
         self.rows: list[dict[str, Any]] = []
         self.failures: list[str] = []
@@ -396,23 +408,23 @@ def _parser() -> argparse.ArgumentParser:
         "--model", default="demo", help=f"demo, a folder, or {', '.join(dims.DIMS)}"
     )
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=["pp", "sp", "auto"])
-    parser.add_argument("--devices", type=int, default=2, help="stages, or ranks of tp")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[], metavar="N")
-    parser.add_argument("--rates", type=float, nargs="+", default=[], help="requests a second")
+    parser.add_argument("--devices", type=whole, default=2, help="stages, or ranks of tp")
+    parser.add_argument("--concurrency", type=whole, nargs="+", default=[], metavar="N")
+    parser.add_argument("--rates", type=positive, nargs="+", default=[], help="requests a second")
     parser.add_argument("--trace", help="CSV of the Azure LLM inference traces")
-    parser.add_argument("--requests", type=int, default=200, help="of the trace")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the trace's lengths")
-    parser.add_argument("--turns", type=int, default=4, help="questions a stream")
-    parser.add_argument("--requests-at-least", type=int, default=12)
-    parser.add_argument("--output-len", type=int, default=96, help="of an answer at most")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--acceptance", type=float, help="synthetic drafts, right so often")
+    parser.add_argument("--requests", type=whole, default=200, help="of the trace")
+    parser.add_argument("--scale", type=positive, default=1.0, help="of the trace's lengths")
+    parser.add_argument("--turns", type=whole, default=4, help="questions a stream")
+    parser.add_argument("--requests-at-least", type=whole, default=12)
+    parser.add_argument("--output-len", type=whole, default=96, help="of an answer at most")
+    parser.add_argument("--rounds", type=whole, default=1)
+    parser.add_argument("--acceptance", type=share, help="synthetic drafts, right so often")
     parser.add_argument(
         "--step-times", metavar="FILE", help="of `spexis profile`: what alpha selects drafts by"
     )
-    parser.add_argument("--kv-blocks", type=int, help="KV blocks (default: what memory holds)")
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--kv-blocks", type=whole, help="KV blocks (default: what memory holds)")
+    parser.add_argument("--max-model-len", type=whole, default=2048)
+    parser.add_argument("--max-num-seqs", type=whole, default=256)
     parser.add_argument("--no-p2p", action="store_true", help="NCCL_P2P_DISABLE=1")
     parser.add_argument("--server-args", default="", help="more flags for every server")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")

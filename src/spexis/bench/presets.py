@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`spexis bench`: one command per kind of machine, chosen by --preset.
 
-    spexis bench --preset cpu                    the demo model on a CPU (cpu.py)
-    spexis bench --preset gpu2 --dims l70        two GPUs, random weights (gpu.py)
-    spexis bench --preset load --help            servers under load, over HTTP (load.py)
-    spexis bench --preset gpu2 --help            the options of one preset
+    main(["--preset", "gpu2", "--dims", "l70"])
 
 Invariant: this module only chooses; a preset parses its own arguments.
 """
@@ -16,6 +13,15 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+HELP = """usage: spexis bench --preset PRESET [arguments]
+
+Spexis against stock vLLM, side by side in one run.
+
+  spexis bench --preset cpu                    the demo model on a CPU
+  spexis bench --preset gpu2 --dims l70        two GPUs, random weights, so no download; gpu4: four
+  spexis bench --preset load --concurrency 4   servers under load, over HTTP
+
+`spexis bench --preset PRESET --help` for the arguments of one."""
 PRESETS = {"cpu": "cpu", "gpu2": "gpu", "gpu4": "gpu", "load": "load"}
 
 
@@ -25,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--preset", choices=list(PRESETS))
     chosen, _ = parser.parse_known_args(args)
     if chosen.preset is None and any(arg in ("-h", "--help") for arg in args):
-        print(__doc__.strip())
+        print(HELP)
         return 0
     module = importlib.import_module(f"spexis.bench.{PRESETS[chosen.preset or 'cpu']}")
     return module.main(args)

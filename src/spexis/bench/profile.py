@@ -31,6 +31,8 @@ from spexis.bench.decode import DecodeEngine, DecodeSpec
 from spexis.bench.drafter_time import drafter_seconds
 from spexis.bench.links import links
 from spexis.bench.options import add_engine_options, engine_options
+from spexis.cli.numbers import whole, whole_or_zero
+from spexis.config import ConfigError
 from spexis.core.placement import balanced_partition
 from spexis.core.profile_file import FORMAT
 from spexis.core.stage_curve import StageCurve
@@ -45,8 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     device = machine.resolve_device(args.device)
     sizes = dims.sizes(args.model)
-    layers = args.layers or max(1, sizes["num_hidden_layers"] // 2)
+    most = sizes["num_hidden_layers"]
+    layers = args.layers or max(1, most // 2)
+    if layers > most:
+        raise ConfigError(f"--layers {layers}: {args.model} has {most}")
+    machine.check_devices(device, args.tensor_parallel_size)
+    if device == "cpu" and args.dtype is None:
+        dims.check_memory(args.model, layers, machine.free_memory())
     output = Path(args.output or f"profile-{sizes['name']}.json")
+    machine.check_output(output)
     from tqdm import tqdm
 
     with tqdm(total=len(args.batches) * len(args.contexts), desc="profile", unit="point") as bar:
@@ -60,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokens=args.tokens,
             repeats=args.repeats,
             options=engine_options(args),
-            log=output.with_suffix(".log"),
+            log=output.with_name(f"{output.stem}-engine.log"),
             on_point=bar.update,
         )
     link, why = None, "not asked for (--no-links)"
@@ -92,7 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seconds_total": round(time.monotonic() - begin, 1),
     }
     profile["balanced_split"] = balanced_splits(profile)
-    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(profile, indent=1) + "\n")
     _print(profile)
     print(json.dumps({"name": "profile", "ok": profile["ok"], "output": str(output)}))
@@ -104,19 +112,48 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", help=f"folder with a config.json, or dimensions by name: {', '.join(dims.DIMS)}"
     )
-    parser.add_argument("--layers", type=int, help="layers of one stage (default: half of them)")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices of one stage")
+    parser.add_argument("--layers", type=whole, help="of one stage (default: half of the model's)")
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[1, 8, 16, 32, 64, 96, 128, 192, 256]
+        "--tensor-parallel-size", type=whole, default=1, help="devices of one stage"
     )
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024])
-    parser.add_argument("--tokens", type=int, default=32, help="decode steps of one measurement")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each point")
-    parser.add_argument("--no-links", dest="links", action="store_false")
+    batches = [1, 8, 16, 32, 64, 96, 128, 192, 256]
+    number = {"type": whole, "metavar": "N"}
     parser.add_argument(
-        "--drafter-layers", type=int, default=2, help="of an exit drafter to time; 0: none"
+        "--batches",
+        **number,
+        nargs="+",
+        default=batches,
+        help=f"requests that decode at a time (default: {' '.join(map(str, batches))})",
     )
-    parser.add_argument("--draft-vocab", type=int, default=16384, help="tokens that it can draft")
+    parser.add_argument(
+        "--contexts",
+        **number,
+        nargs="+",
+        default=[128, 1024],
+        help="tokens that each of them has in memory (default: 128 1024)",
+    )
+    parser.add_argument(
+        "--tokens", **number, default=32, help="decode steps of one measurement (default: 32)"
+    )
+    parser.add_argument(
+        "--repeats", **number, default=3, help="measurements of each point (default: 3)"
+    )
+    parser.add_argument(
+        "--no-links",
+        dest="links",
+        action="store_false",
+        help="leave out how long hidden states take between devices, and all-reduces",
+    )
+    parser.add_argument(
+        "--drafter-layers",
+        type=whole_or_zero,
+        default=2,
+        metavar="N",
+        help="of an exit drafter to time (default: 2); 0: none",
+    )
+    parser.add_argument(
+        "--draft-vocab", **number, default=16384, help="tokens it can draft (default: 16384)"
+    )
     parser.add_argument("--output", help="JSON file (default: profile-MODEL.json)")
     add_engine_options(parser)
     return parser

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from typing import Any
 
 from spexis.cli import plan, platform
 from spexis.cli.flags import ADDITIONAL, PP_FLAGS, TP_FLAGS, Given, value_of
+from spexis.cli.numbers import share, whole
 from spexis.config import CONFIG_KEY, ConfigError, SpexisConfig
 
 OPTIONS = ("--gpus", "--profile", "--hardware", "--trace", "--streams", "--acceptance")
@@ -114,16 +115,16 @@ def refuse_contradictions(options: argparse.Namespace, given: Given) -> None:
 
 def planned(options: argparse.Namespace, folder: Path, max_num_seqs: str | None):
     """What `spexis plan` would be asked, as its own options, and `most` requests at once."""
-    most = _number("--max-num-seqs", max_num_seqs) or plan.MOST_STREAMS
-    streams = _number("--streams", options.streams)
+    most = _checked("--max-num-seqs", max_num_seqs, whole) or plan.MOST_STREAMS
+    streams = _checked("--streams", options.streams, whole)
     if options.trace and streams:
         raise ConfigError("--trace and --streams: give one of them")
     if options.profile and options.hardware:
         raise ConfigError("--profile and --hardware: give one of them")
-    acceptance = _share("--acceptance", options.acceptance)
+    acceptance = _checked("--acceptance", options.acceptance, share)
     wanted = argparse.Namespace(
         model=str(folder),
-        gpus=_number("--gpus", options.gpus),
+        gpus=_checked("--gpus", options.gpus, whole),
         profile=options.profile,
         hardware=options.hardware,
         no_p2p=options.no_p2p,
@@ -324,21 +325,10 @@ def _nothing(model: str, wanted, passed: dict[str, str]) -> str:
     )
 
 
-def _number(name: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{name} {text}: allowed is a whole number above 0")
-    return int(text)
-
-
-def _share(name: str, text: str | None) -> float | None:
+def _checked(name: str, text: str | None, read: Callable[[str], Any]) -> Any:
     if text is None:
         return None
     try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{name} {text}: allowed is a number from 0 to 1")
-    return value
+        return read(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{name} {error}") from None

@@ -19,6 +19,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from spexis.cli.numbers import share, whole
 from spexis.config import ConfigError
 
 DEFAULT_HARDWARE, DEFAULT_MODEL = "h100", "llama-70b"
@@ -39,24 +40,19 @@ def main(argv: Sequence[str]) -> int:
         f"{DEFAULT_MODEL}",
     )
     parser.add_argument("--hardware", choices=list(HARDWARE), help=f"default: {DEFAULT_HARDWARE}")
-    parser.add_argument("--gpus", type=int, help="default: those of the profile's stages, else 8")
-    parser.add_argument("--batch", type=int, help="requests running at once (64)")
-    parser.add_argument("--context", type=int, help="mean tokens of a request (1000)")
-    parser.add_argument("--prompt", type=int, help="tokens, for the time to prefill (512)")
+    parser.add_argument("--gpus", type=whole, help="default: those of the profile's stages, else 8")
+    parser.add_argument("--batch", type=whole, help="requests running at once (64)")
+    parser.add_argument("--context", type=whole, help="mean tokens of a request (1000)")
+    parser.add_argument("--prompt", type=whole, help="tokens, for the time to prefill (512)")
     parser.add_argument("--trace", help="take these three from a trace, as `spexis simulate` does")
-    parser.add_argument("--acceptance", type=float, help="drafts right; default: published ones")
+    parser.add_argument("--acceptance", type=share, help="drafts right; default: published ones")
     parser.add_argument("--stack", choices=list(STACKS), default="vllm-0.32")
     parser.add_argument("--profile", help="measured file instead of presets")
     parser.add_argument(
         "--no-p2p", action="store_true", help="links of the profile without peer access"
     )
-    parser.add_argument("--top", type=int, default=12, help="rows shown")
+    parser.add_argument("--top", type=whole, default=12, help="rows shown")
     options = parser.parse_args(list(argv))
-    for name in ("gpus", "batch", "context", "prompt"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)}: allowed is a number above 0")
-    if options.acceptance is not None and not 0 <= options.acceptance <= 1:
-        raise ConfigError(f"--acceptance {options.acceptance}: allowed is a number from 0 to 1")
     if options.profile and options.hardware:
         raise ConfigError("--profile and --hardware: give one of them")
     if options.no_p2p and not options.profile:
@@ -188,18 +184,24 @@ def measured_notes(profile, no_p2p: bool) -> list[str]:
 
 
 def load_model(name: str):
-    """A preset, or the dimensions in a Hugging Face config.json (or its folder)."""
+    """A preset, dimensions by the name they have in `spexis profile`, or a config.json's."""
+    from spexis.bench.dims import DIMS
     from spexis.core.presets import MODELS, Model
 
     if name in MODELS:
         return MODELS[name]
+    if name in DIMS:
+        return Model.from_config(name, DIMS[name])
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     try:
-        return Model.from_config(name, json.loads(path.read_text()))
+        config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise ValueError("no JSON object")
+        return Model.from_config(name, config)
     except OSError as error:
         raise ConfigError(f"model {name}: no preset ({', '.join(MODELS)}) and {error}") from error
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise ConfigError(f"model {name}: no dense decoder's config: {error}") from error
 
 

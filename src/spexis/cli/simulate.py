@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from spexis.cli.numbers import positive, share, whole, whole_or_zero
 from spexis.config import ConfigError
 
 
@@ -50,20 +51,23 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARPNESS",
         help="look-ahead asks a length predictor: 2.5 finds half of what ends soon, inf everything",
     )
-    parser.add_argument("--acceptance", type=float, default=0.7, help="drafts that are right")
+    parser.add_argument("--acceptance", type=share, default=0.7, help="drafts that are right")
     parser.add_argument(
-        "--sharpness", type=float, default=1.5, help="small: the drafter knows when it is wrong"
+        "--sharpness", type=positive, default=1.5, help="small: the drafter knows when it is wrong"
     )
     parser.add_argument(
-        "--distortion", type=float, default=1.0, help="1: calibrated drafter, above: overconfident"
+        "--distortion",
+        type=positive,
+        default=1.0,
+        help="1: calibrated, above: overconfident",
     )
-    parser.add_argument("--drop-ratio", type=float, default=0.15, help='of the policy "drop"')
-    parser.add_argument("--rate-scale", type=float, default=1.0, help="requests come faster")
-    parser.add_argument("--requests", type=int, help="the first ones, or the trace repeated")
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--kv-blocks", type=int, help="default: the profile's, else 20000")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drop-ratio", type=share, default=0.15, help='of the policy "drop"')
+    parser.add_argument("--rate-scale", type=positive, default=1.0, help="requests come faster")
+    parser.add_argument("--requests", type=whole, help="the first ones, or the trace repeated")
+    parser.add_argument("--max-num-seqs", type=whole, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=whole, default=2048)
+    parser.add_argument("--kv-blocks", type=whole, help="default: the profile's, else 20000")
+    parser.add_argument("--seed", type=whole_or_zero, default=0)
     parser.add_argument("--plot", help="picture of each policy's run: NAME.svg or NAME.png")
     parser.add_argument("--output", help="write all figures to this JSON file")
     parser.add_argument(
@@ -220,10 +224,10 @@ def _measured(options: argparse.Namespace):
         record = json.loads(Path(options.results).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--results {options.results} cannot be read: {error}") from error
-    if record.get("name") != "bench-gpu2":
+    name = record.get("name") if isinstance(record, dict) else None
+    if name != "bench-gpu2":
         raise ConfigError(
-            f"--results {options.results} is none of `spexis bench --preset gpu2`: name is "
-            f"{record.get('name')!r}"
+            f"--results {options.results} is none of `spexis bench --preset gpu2`: name is {name!r}"
         )
     return ProfileFile.load(options.profile), record
 

@@ -32,6 +32,7 @@ BANDWIDTH_SHARE = (
 # Seconds of a step over those at one row, by x: 1, 64, 128, 256 rows on an H200.
 SHAPE = Curve([(0.0, 1.0), (0.311, 1.069), (0.621, 1.229), (1.243, 1.872)])
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+MOST = 1 << 24  # no size of a model is larger
 DRAFTER_LAYERS = 2  # attention layers without MLP, in the exit drafter
 
 
@@ -52,6 +53,15 @@ class Hardware:
     """Where the link figures are from."""
 
 
+def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A size of a config.json; default: for a key that lacks or is null."""
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST:
+        raise ValueError(f"{key} is {value!r}: allowed is a whole number above 0")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
     name: str
@@ -67,17 +77,18 @@ class Model:
 
     @classmethod
     def from_config(cls, name: str, config: Mapping[str, Any]) -> Model:
-        """From the keys of a Hugging Face config.json; a KeyError names the one that lacks."""
-        heads = config["num_attention_heads"]
+        """From the keys of a Hugging Face config.json; a ValueError names the one that is wrong."""
+        heads = _whole(config, "num_attention_heads")
+        hidden = _whole(config, "hidden_size")
         return cls(
             name=name,
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            intermediate=config["intermediate_size"],
+            layers=_whole(config, "num_hidden_layers"),
+            hidden=hidden,
+            intermediate=_whole(config, "intermediate_size"),
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab=config["vocab_size"],
+            kv_heads=_whole(config, "num_key_value_heads", heads),
+            head_dim=_whole(config, "head_dim", max(1, hidden // heads)),
+            vocab=_whole(config, "vocab_size"),
         )
 
     @property
@@ -93,8 +104,12 @@ class Model:
         return self.hidden * self.vocab
 
     @property
+    def params(self) -> int:
+        return self.layers * self.layer_params + 2 * self.head_params
+
+    @property
     def bytes(self) -> int:
-        return BYTES * (self.layers * self.layer_params + 2 * self.head_params)
+        return BYTES * self.params
 
     @property
     def drafter_bytes(self) -> int:

@@ -67,7 +67,31 @@ class ProfileFile:
             for key in ("rows", "context", "seconds"):
                 _number(point.get(key), f"{at}.{key}")
         file.by_rows("head_seconds", required=True)
+        file._check_optional()
         return file
+
+    def _check_optional(self) -> None:
+        """Types of what may be missing or null, so that no reader meets anything else."""
+        for key in ("model", "hardware", "engine", "host_seconds", "link_seconds"):
+            _object(self.block.get(key), f"{self.path}.{key}")
+        hardware, engine = self.block.get("hardware") or {}, self.block.get("engine") or {}
+        gpus = hardware.get("gpus") or []
+        if not isinstance(gpus, list) or not all(isinstance(gpu, Mapping) for gpu in gpus):
+            raise ProfileError(f"{self.path}.hardware.gpus: allowed is a list of JSON objects")
+        sizes = engine.get("cudagraph_capture_sizes") or []
+        sizes = sizes if isinstance(sizes, list) else [sizes]
+        for value in (*sizes, engine.get("kv_tokens") or 1):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ProfileError(
+                    f"{self.path}.engine has {value!r} among its graph sizes or as kv_tokens: "
+                    "allowed are whole numbers above 0"
+                )
+        for rows, times in (self.block.get("host_seconds") or {}).items():
+            at = f"{self.path}.host_seconds.{rows}"
+            _object(times, at)
+            _number((times or {}).get("scheduler"), f"{at}.scheduler")
+        for key, link in (self.block.get("link_seconds") or {}).items():
+            _object(link, f"{self.path}.link_seconds.{key}")
 
     def by_rows(self, key: str, required: bool = False) -> tuple[tuple[int, float], ...]:
         """((rows, seconds), ...) by rows of a key like head_seconds; () where it is null."""
@@ -82,7 +106,7 @@ class ProfileFile:
             raise ProfileError(f"{self.path}.model is missing: the dimensions of the model")
         try:
             return Model.from_config(str(block.get("name", "")), block)
-        except (KeyError, TypeError, ValueError) as error:
+        except ValueError as error:
             raise ProfileError(f"{self.path}.model: no dense decoder's config: {error}") from error
 
     @property
@@ -90,7 +114,8 @@ class ProfileFile:
         """Bytes of one device; None where the file names none (a CPU)."""
         gpus = (self.block.get("hardware") or {}).get("gpus") or []
         sizes = [str(gpu.get("memory.total", "")).split() for gpu in gpus]
-        found = [float(s[0]) * MIB for s in sizes if len(s) == 2 and s[1] == "MiB"]
+        whole = [s for s in sizes if len(s) == 2 and s[0].isdecimal() and s[1] == "MiB"]
+        found = [float(s[0]) * MIB for s in whole]
         return min(found) if found else None
 
     # -- as the cost model wants it ----------------------------------------------------------------
@@ -183,10 +208,15 @@ def _by_rows(value: Any, path: str, required: bool = False) -> tuple[tuple[int, 
     if not isinstance(value, Mapping) or not value:
         raise ProfileError(f"{path} is {value!r}: allowed is an object of seconds by rows")
     for rows, seconds in value.items():
-        if not str(rows).isdigit():
+        if not str(rows).isdecimal():
             raise ProfileError(f"{path} has a key {rows!r}: allowed are numbers of rows")
         _number(seconds, f"{path}.{rows}")
     return tuple(sorted((int(rows), seconds) for rows, seconds in value.items()))
+
+
+def _object(value: Any, path: str) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        raise ProfileError(f"{path} is {value!r}: allowed is a JSON object")
 
 
 def _number(value: Any, path: str) -> None:

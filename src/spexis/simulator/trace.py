@@ -20,6 +20,7 @@ import datetime
 import gzip
 import io
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,6 +134,8 @@ def _synthetic(kind: str, text: str) -> Trace:
             values[key] = type(values[key])(value)
         except ValueError as error:
             raise ConfigError(f"trace {kind}:{key}={value}: {error}") from error
+        if not 0 < values[key] < math.inf and key != "seed":
+            raise ConfigError(f"trace {kind}:{key}={value}: allowed is a number above 0")
     rng, count = np.random.default_rng(values["seed"]), values["requests"]
     if kind == "batch":
         arrival = np.zeros(count)
