@@ -44,6 +44,23 @@ def test_says_why_the_mode_changed():
     assert seen[:2] == [(Mode.PP, Reason.TRIAL), (Mode.SP, Reason.MEASURED)]
 
 
+def test_a_trial_that_is_clearly_in_vain_ends_at_once():
+    control = LiveMode()
+    spent, *_ = serve(control, {Mode.SP: 1.25, Mode.PP: 1.0}, 4, 350)
+    assert 0 < spent[Mode.PP] <= control.settle + control.glance
+    assert (control.mode, control.reason) == (Mode.SP, Reason.MEASURED)
+    # Speculation is given its time: what a few of its steps return is chance.
+    control = LiveMode(Mode.PP)
+    spent, *_ = serve(control, {Mode.SP: 0.7, Mode.PP: 1.0}, 4, 350)
+    assert spent[Mode.SP] >= control.trial_looks * control.look_steps
+
+
+def test_a_trial_that_is_slower_by_little_takes_its_looks():
+    control = LiveMode()
+    spent, *_ = serve(control, {Mode.SP: 1.0, Mode.PP: 0.96}, 4, 400, noise=0.01)
+    assert spent[Mode.PP] >= control.trial_looks * control.look_steps
+
+
 def test_trials_cost_a_hundredth():
     control = LiveMode()
     rates = {Mode.SP: 1.0, Mode.PP: 0.5}

@@ -11,6 +11,10 @@ averaged. The mode changes for a gain of `margin`; where the other mode was neve
 or not for long, it is tried for a few looks. How often is set by its price: a mode that gives a
 share `loss` less costs loss * (looks it was tried) / (looks between), which is kept under `price`.
 
+A trial of plain PP ends after `glance` steps if it is then slower by `clear`: every request returns
+a token in each of its steps, so little chance is in its rate. What speculation returns is chance,
+and a trial of it takes its looks.
+
 What a look leaves out: the first `settle` steps after a change (the pipeline holds rows of both
 modes) and steps with prompt tokens (they take their time in either mode).
 
@@ -66,6 +70,8 @@ class LiveMode:
         shortest: int = 30,
         longest: int = 2000,
         memory: int = 12,
+        glance: int = 12,
+        clear: float = 0.1,
     ):
         """shortest, longest: looks between two trials; memory: looks that an average reaches back.
 
@@ -75,6 +81,7 @@ class LiveMode:
         self.look_steps, self.settle, self.trial_looks = look_steps, settle, trial_looks
         self.margin, self.price = margin, price
         self.shortest, self.longest, self.memory = shortest, longest, memory
+        self.glance, self.clear = glance, clear
         self._loads: dict[int, _Load] = {}
         self._trial: int | None = None  # looks left of it
         self._since_change = 0  # steps
@@ -103,6 +110,9 @@ class LiveMode:
         self._steps += 1
         if self._steps >= self.look_steps:
             self._look()
+        elif self._steps >= self.glance and self._in_vain():
+            self._trial = 0
+            self._look()
         return self.mode
 
     def rates(self, running: int) -> dict[Mode, float]:
@@ -112,6 +122,15 @@ class LiveMode:
         return {mode: seen.rate * running for mode, seen in found if seen.looks}
 
     # -- looks ---------------------------------------------------------------------------------
+
+    def _in_vain(self) -> bool:
+        """Whether this is a trial of plain PP that is clearly slower than SP was at this load."""
+        if self._trial is None or self.mode is not Mode.PP:
+            return False
+        running = self._running / self._steps
+        load = self._loads.get(load_class(running))
+        rate = self._tokens / self._seconds / running
+        return load is not None and rate < load.seen[Mode.SP].rate * (1 - self.clear)
 
     def _look(self) -> None:
         running = self._running / self._steps
@@ -123,7 +142,7 @@ class LiveMode:
         seen.rate += share * (rate - seen.rate)
         self._clear()
         if self._trial is not None:
-            self._trial -= 1
+            self._trial -= 1  # below 0: in vain
             if self._trial > 0:
                 return
             self._trial = None
