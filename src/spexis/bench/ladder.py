@@ -3,28 +3,31 @@
 
     python -m spexis.bench.ladder                       # make bench-ladder
     python -m spexis.bench.ladder --concurrency 4 64 --crossings 4
+    python -m spexis.bench.ladder --concurrency --loads 1 16 --acceptance 0.3     # jumps alone
 
 First `spexis bench --preset load` (load.py) with stock PP=2, Spexis, and Spexis with `mode`
 "auto", at 1 to 64 streams over HTTP. Then the number of streams jumps between a load where
 speculation pays and one where it does not, and tokens are counted in windows of five seconds:
-none may hold fewer than 80 % of what the slower of the two modes gives at that load when it is
-held there. Where the ladder shows no such pair of loads, drafts are made wrong on purpose
-(--acceptance), and the text with them.
+none may hold fewer than 80 % of what the slower of the two modes gives, held all the time, at the
+same moment after the same jump (prompts that come at once stall any engine). Where the ladder
+shows no such pair of loads, drafts are made wrong on purpose (--acceptance), and the text with
+them.
 
-Invariant: windows are of the engine that switches, bounds of engines that do not, measured by the
-same client in the same run; a window that spans a jump is held against the lower of both loads.
+Invariant: windows are of the engine that switches, bounds of engines that do not, under the same
+jumps by the same client in the same run. A jump down aborts the streams that are too many.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import itertools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from spexis.bench.load import Load, Point, awake
 from spexis.bench.prompts import BUILT_IN
 from spexis.bench.serving import Server
 from spexis.cli.numbers import positive, whole
+from spexis.config import ConfigError
 
 RUNGS = (1, 4, 16, 64)
 ENGINES = ("pp", "sp", "auto")
@@ -45,10 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     points = [Point("concurrency", n) for n in args.concurrency]
     load.check(args)
+    if args.phase < 2 * WINDOW:
+        raise ConfigError(f"--phase {args.phase:g}: at least {2 * WINDOW:g} s, two windows")
     with tempfile.TemporaryDirectory(prefix="spexis-ladder-") as folder:
         ladder = Load(args, Path(folder), points)
         try:
-            ladder.run()
+            if points:
+                ladder.run()
         finally:
             ladder.bar.close()
         result = ladder.result()
@@ -57,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if loads is None:
             args.acceptance = args.acceptance or 0.3
             loads = args.made_up_loads
-        crossing = crossings(Load(args, Path(folder), points), tuple(loads), args)
+        crossing = crossings(Load(args, Path(folder), []), tuple(loads), args)
     result.update(
         name="bench-ladder",
         ok=result["ok"] and crossing["worst_window"] >= WANTED_WINDOW,
@@ -81,26 +88,33 @@ def switching_loads(rates: dict[str, dict[str, float]]) -> tuple[int, int] | Non
 
 
 def crossings(made: Load, loads: tuple[int, int], args: argparse.Namespace) -> dict[str, Any]:
-    """Windows of the switching engine as the load jumps, against both modes held at each load."""
-    made.bar.close()
-    held: dict[str, dict[int, float]] = {}
+    """Windows of the switching engine as the load jumps, against both modes under such jumps."""
+    phases = [(loads[i % 2], args.phase) for i in range(args.crossings + 1)]
+    pattern = [(streams, args.phase) for streams in (*loads, *loads)]
+    made.bar.total, made.bar.unit = 2 * len(pattern) + len(phases), "phase"
+    held: dict[str, list[float]] = {}
     for name in ("pp", "sp"):
         with made.started(name) as server, awake(server):
-            held[name] = {
-                streams: _rate(asyncio.run(Stream(server).run([(streams, args.hold)])), args.hold)
-                for streams in loads
-            }
-    bounds = {streams: min(held["pp"][streams], held["sp"][streams]) for streams in loads}
-    phases = [(loads[i % 2], args.phase) for i in range(args.crossings + 1)]
+            made.bar.set_description(f"{name}, jumps")
+            held[name] = asyncio.run(Stream(server).run(pattern, made.bar.update))
     with made.started("auto") as server, awake(server):
+        made.bar.set_description("auto, jumps")
         before = server.metrics()
-        times = asyncio.run(Stream(server).run(phases))
+        times = asyncio.run(Stream(server).run(phases, made.bar.update))
         after = server.metrics()
-    found = windows(times, phases, bounds)
+    made.bar.close()
+    found = windows(times, list(held.values()), args.phase, args.crossings)
     return {
         "loads": list(loads),
         "acceptance": args.acceptance,
-        "held_tokens_per_second": {k: {str(n): v for n, v in r.items()} for k, r in held.items()},
+        "held_tokens_per_second": {
+            name: {
+                # The second half of the third and of the second phase.
+                str(streams): round(_rate(t, index * args.phase, args.phase / 2), 2)
+                for streams, index in zip(loads, (2.5, 1.5), strict=True)
+            }
+            for name, t in held.items()
+        },
         "crossings": args.crossings,
         "mode_changes": after.get("spexis:mode_changes_total", 0)
         - before.get("spexis:mode_changes_total", 0),
@@ -110,24 +124,35 @@ def crossings(made: Load, loads: tuple[int, int], args: argparse.Namespace) -> d
 
 
 def windows(
-    times: Sequence[float], phases: Sequence[tuple[int, float]], bounds: dict[int, float]
+    times: Sequence[float], held: Sequence[Sequence[float]], phase: float, crossings: int
 ) -> list[float]:
-    """Share of the bound in each window, one a second. times: seconds of each token, sorted."""
-    ends, end = [], 0.0
-    for streams, seconds in phases:
-        end += seconds
-        ends.append((end, streams))
-    shares, begin = [], WINDOW  # not the very first: all prompts at once
-    while begin + WINDOW <= end:
-        inside = sum(begin <= t < begin + WINDOW for t in times)
-        active = {
-            n
-            for (stop, n), (_, length) in zip(ends, phases, strict=True)
-            if stop > begin and stop - length < begin + WINDOW
-        }
-        shares.append(inside / WINDOW / min(bounds[n] for n in active))
-        begin += 1.0
+    """Share of the bound in each window after the first jump, one a second.
+
+    times: seconds of each token as the load jumps every `phase` seconds, first up; held: the same
+    of four phases. A bound is the fewest tokens of any of them at the same moment after the same
+    kind of jump, give or take a second.
+    """
+    shares = []
+    for index in range(1, crossings + 1):
+        same = (1 if index % 2 else 2) * phase
+        for offset in range(int(phase)):
+            begin = index * phase + offset
+            if begin + WINDOW > (crossings + 1) * phase:
+                break
+            near = [same + offset + shift for shift in (-1, 0, 1)]
+            bound = min(_count(t, at, at + WINDOW) for t in held for at in near)
+            if bound:
+                shares.append(_count(times, begin, begin + WINDOW) / bound)
     return shares
+
+
+def _count(times: Sequence[float], begin: float, end: float) -> int:
+    return bisect.bisect_left(times, end) - bisect.bisect_left(times, begin)
+
+
+def _rate(times: Sequence[float], begin: float, seconds: float) -> float:
+    """Tokens a second."""
+    return _count(times, begin, begin + seconds) / seconds
 
 
 class Stream:
@@ -136,7 +161,9 @@ class Stream:
     def __init__(self, server: Server):
         self.server, self.times, self.wanted, self.next = server, [], 0, 0
 
-    async def run(self, phases: Sequence[tuple[int, float]]) -> list[float]:
+    async def run(
+        self, phases: Sequence[tuple[int, float]], on_phase: Callable[[], object]
+    ) -> list[float]:
         """Seconds of each token since the start, sorted."""
         import aiohttp
 
@@ -144,15 +171,21 @@ class Stream:
         timeout = aiohttp.ClientTimeout(total=None)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            tasks: set[asyncio.Task] = set()
+            tasks: list[asyncio.Task] = []  # oldest first
             for streams, seconds in phases:
                 self.wanted = streams
                 stop = time.monotonic() + seconds
                 while time.monotonic() < stop:
-                    tasks = {task for task in tasks if not task.done()}
+                    for task in [task for task in tasks if task.done()]:
+                        tasks.remove(task)
+                        task.result()  # a request that failed ends the run
                     while len(tasks) < streams:
-                        tasks.add(asyncio.create_task(self._ask(session)))
+                        tasks.append(asyncio.create_task(self._ask(session)))
+                    for task in tasks[streams:]:
+                        task.cancel()
+                    del tasks[streams:]
                     await asyncio.sleep(0.05)
+                on_phase()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -176,11 +209,6 @@ class Stream:
                     self.times.append(time.monotonic() - self.begin)
 
 
-def _rate(times: Sequence[float], seconds: float) -> float:
-    """Tokens a second, without the first window: all prompts at once."""
-    return sum(t >= WINDOW for t in times) / (seconds - WINDOW)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = load._parser()
     parser.prog = "python -m spexis.bench.ladder"
@@ -191,9 +219,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--made-up-loads", type=whole, nargs=2, default=[1, 16])
     parser.add_argument("--crossings", type=whole, default=20)
     parser.add_argument("--phase", type=positive, default=20.0, help="seconds between two jumps")
-    parser.add_argument(
-        "--hold", type=positive, default=40.0, help="seconds a mode is held at a load"
-    )
     parser.set_defaults(concurrency=list(RUNGS), engines=list(ENGINES), rounds=2)
     return parser
 

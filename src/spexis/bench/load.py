@@ -409,7 +409,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=["pp", "sp", "auto"])
     parser.add_argument("--devices", type=whole, default=2, help="stages, or ranks of tp")
-    parser.add_argument("--concurrency", type=whole, nargs="+", default=[], metavar="N")
+    parser.add_argument("--concurrency", type=whole, nargs="*", default=[], metavar="N")
     parser.add_argument("--rates", type=positive, nargs="+", default=[], help="requests a second")
     parser.add_argument("--trace", help="CSV of the Azure LLM inference traces")
     parser.add_argument("--requests", type=whole, default=200, help="of the trace")
