@@ -144,6 +144,9 @@ def run_engine(
                 run.error = f"{spec.label}: {why} before {missing[0]}\n{_tail(log)}"
             elif run.error is not None:
                 run.error += f"\n{_tail(log)}"
+            else:  # it has ended in order and is removing its shared memory
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
         finally:
             os.close(read_end)
             _kill_group(process)

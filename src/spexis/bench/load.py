@@ -55,6 +55,7 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     "alpha-look": {"mode": "sp-alpha", "selection": "scheduler", "lookahead": True},
 }
 START_TIMEOUT = 900.0  # seconds
+END_TIMEOUT = 20.0  # then it is killed
 CLIENT_TIMEOUT = 1800.0
 WANTED_SHARE = 0.97  # of the better of stock PP and SP
 HASHES = 16  # tokens that one hash of a timed trace stands for
@@ -175,8 +176,9 @@ class Load:
             server.wait_ready(START_TIMEOUT)
             os.killpg(server.pid, signal.SIGSTOP)
             yield server
-            # Else its processes would not hear that they are to end.
-            os.killpg(server.pid, signal.SIGCONT)
+            os.killpg(server.pid, signal.SIGCONT)  # else it would not hear that it is to end
+            server.send(signal.SIGTERM)
+            server.wait_gone(END_TIMEOUT)
 
     def arguments(self, name: str) -> list[str]:
         args, block = self.args, ENGINES[name]
