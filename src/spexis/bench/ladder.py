@@ -24,6 +24,7 @@ import asyncio
 import bisect
 import itertools
 import json
+import random
 import sys
 import tempfile
 import time
@@ -33,7 +34,6 @@ from typing import Any
 
 from spexis.bench import load
 from spexis.bench.load import Load, Point, awake
-from spexis.bench.prompts import BUILT_IN
 from spexis.bench.serving import Server
 from spexis.cli.numbers import positive, whole
 from spexis.config import ConfigError
@@ -42,6 +42,7 @@ RUNGS = (1, 4, 16, 64)
 ENGINES = ("pp", "sp", "auto")
 WINDOW = 5.0  # seconds
 WANTED_WINDOW = 0.8
+PROMPT = 40  # tokens
 CLEAR = 0.02  # a mode is the faster one at a load if it is so much faster
 
 
@@ -159,7 +160,7 @@ class Stream:
     """Holds a number of streams busy and notes when each token comes."""
 
     def __init__(self, server: Server):
-        self.server, self.times, self.wanted, self.next = server, [], 0, 0
+        self.server, self.times, self.next = server, [], 0
 
     async def run(
         self, phases: Sequence[tuple[int, float]], on_phase: Callable[[], object]
@@ -173,7 +174,6 @@ class Stream:
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             tasks: list[asyncio.Task] = []  # oldest first
             for streams, seconds in phases:
-                self.wanted = streams
                 stop = time.monotonic() + seconds
                 while time.monotonic() < stop:
                     for task in [task for task in tasks if task.done()]:
@@ -192,21 +192,29 @@ class Stream:
         return sorted(self.times)
 
     async def _ask(self, session) -> None:
-        question = BUILT_IN[self.next % len(BUILT_IN)]
         self.next += 1
+        # As long as all others, and new to the prefix cache: every jump costs the same.
+        prompt = random.Random(self.next).choices(range(1000, 2000), k=PROMPT)
         body = {
             "model": "m",
-            "messages": [{"role": "user", "content": question}],
+            "prompt": prompt,
             "max_tokens": 96,
+            "ignore_eos": True,
             "temperature": 0,
             "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
-        async with session.post(f"{self.server.url}/v1/chat/completions", json=body) as reply:
+        seen = 0
+        async with session.post(f"{self.server.url}/v1/completions", json=body) as reply:
             if reply.status != 200:
                 raise RuntimeError(f"HTTP {reply.status}: {await reply.text()}")
             async for line in reply.content:
-                if line.startswith(b"data: {") and b'"content":' in line:
-                    self.times.append(time.monotonic() - self.begin)
+                if line.startswith(b"data: {"):
+                    # One chunk may bring several tokens, or a token without text.
+                    usage = json.loads(line[6:])["usage"] or {}
+                    tokens = usage.get("completion_tokens", seen)
+                    self.times += [time.monotonic() - self.begin] * (tokens - seen)
+                    seen = tokens
 
 
 def _parser() -> argparse.ArgumentParser:
