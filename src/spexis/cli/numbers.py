@@ -10,6 +10,16 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import NoReturn
+
+from spexis.config import ConfigError
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Mistakes are a ConfigError, which `spexis` prints as one line, without the usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
 
 
 def whole(text: str) -> int:

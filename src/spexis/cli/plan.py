@@ -19,7 +19,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from spexis.cli.numbers import share, whole
+from spexis.cli.numbers import OneLineParser, share, whole
 from spexis.config import ConfigError
 
 DEFAULT_HARDWARE, DEFAULT_MODEL = "h100", "llama-70b"
@@ -32,7 +32,7 @@ MOST_STREAMS = 256  # vLLM's max_num_seqs on most devices
 def main(argv: Sequence[str]) -> int:
     from spexis.core.presets import HARDWARE, MODELS, STACKS
 
-    parser = argparse.ArgumentParser(prog="spexis plan", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="spexis plan", description=__doc__.splitlines()[0])
     parser.add_argument(
         "model",
         nargs="?",
