@@ -252,9 +252,9 @@ def _exit_partition(
 
 def _check_partition(given: str, stages: int, num_layers: int) -> None:
     """vLLM builds what it says, also stages without a layer or with layers that are not there."""
-    parts = [part.strip() for part in given.split(",")]
-    counts = [int(part) if part.isdecimal() else 0 for part in parts]
-    if len(counts) != stages or min(counts) < 1 or sum(counts) != num_layers:
+    from spexis.core.placement import read_partition
+
+    if len(read_partition(given, num_layers) or ()) != stages:
         raise ConfigError(
             f"spexis: {PARTITION_ENV}={given} must be {stages} counts above 0 that add up to the "
             f"model's {num_layers} layers; mend it or unset it"

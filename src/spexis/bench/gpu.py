@@ -35,7 +35,7 @@ from spexis.bench.options import add_engine_options, engine_options
 from spexis.bench.profile import measure_stage
 from spexis.cli.numbers import positive, share, whole, whole_or_zero
 from spexis.config import ConfigError
-from spexis.core.placement import balanced_partition
+from spexis.core.placement import balanced_partition, read_partition
 from spexis.core.profile_file import FORMAT
 from spexis.core.stage_curve import StageCurve
 
@@ -121,9 +121,8 @@ def _counts(split: str, layers: int) -> list[int] | None:
     """Layers per stage where --split gives them."""
     if split in ("auto", "even"):
         return None
-    parts = split.split(",")
-    counts = [int(part) if part.isdecimal() else 0 for part in parts]
-    if min(counts) < 1 or sum(counts) != layers:
+    counts = read_partition(split, layers)
+    if counts is None:
         raise ConfigError(
             f"--split {split}: allowed are auto, even, or counts above 0 that add up to the "
             f"{layers} layers"

@@ -74,6 +74,13 @@ def layer_partition(num_layers: int, exit_layer: int, num_stages: int) -> list[i
     return [exit_layer] + [each + (stage < extra) for stage in range(stages)]
 
 
+def read_partition(text: str, num_layers: int) -> list[int] | None:
+    """Layers per stage of "18,12"; None unless all are above 0 and add up to `num_layers`."""
+    parts = [part.strip() for part in text.split(",")]
+    counts = [int(part) if part.isdecimal() else 0 for part in parts]
+    return counts if min(counts) > 0 and sum(counts) == num_layers else None
+
+
 def cpu_binding(cores: Sequence[int], num_workers: int) -> str:
     """VLLM_CPU_OMP_THREADS_BIND for `num_workers` ranks: an even share of `cores` each.
 
