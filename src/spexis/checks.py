@@ -191,9 +191,9 @@ def _check_selection(config: Any, spexis: SpexisConfig) -> None:
             'use "scheduler", or null',
         )
     parallel = config.parallel_config
-    ProfileFile.load(spexis.profile).cost_model(
-        parallel.pipeline_parallel_size, parallel.tensor_parallel_size
-    )
+    file = ProfileFile.load(spexis.profile)
+    file.check_model(config.model_config.hf_text_config)
+    file.cost_model(parallel.pipeline_parallel_size, parallel.tensor_parallel_size)
 
 
 def _check_model(model: Any) -> None:

@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import importlib.abc
 import importlib.util
-import json
 import logging
 import os
 import sys
@@ -299,15 +298,12 @@ def _warn_of_variable(given: str) -> None:
 
 def _profile_costs(sizes: Any, placement: PlacementConfig) -> Any:
     """What a layer, the drafter and the head take, by the profile of the same model."""
+    from spexis.core.profile_file import LAYER_SIZES, ProfileFile
     from spexis.core.stage_curve import StageCurve
 
-    with open(placement.profile, encoding="utf-8") as file:
-        profile = json.load(file)
-    curve = StageCurve.from_profile(profile)
-    for key in ("hidden_size", "intermediate_size", "vocab_size"):
-        there, here = (profile.get("model") or {}).get(key), getattr(sizes, key, None)
-        if there is not None and here is not None and there != here:
-            raise ValueError(f"made for another model ({key} is {there} there and {here} here)")
+    file = ProfileFile.load(placement.profile)
+    file.check_model(sizes, LAYER_SIZES)
+    curve = StageCurve.from_profile(file.block)
     return curve.costs(placement.rows or curve.max_rows, placement.drafter_seconds)
 
 

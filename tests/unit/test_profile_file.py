@@ -3,11 +3,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from spexis.core.cost_model import CostModel
-from spexis.core.profile_file import FORMAT, ProfileFile
+from spexis.core.profile_file import FORMAT, LAYER_SIZES, ProfileFile
 from spexis.core.stage_profile import ProfileError
 
 STORED = Path(__file__).parents[2] / "benchmarks/results/2026-11-30-gpu-profile-l70.json"
@@ -121,6 +122,17 @@ def test_sizes_that_no_model_has(key, value):
     file = changed(model={**MEASURED["model"], key: value})
     with pytest.raises(ProfileError, match=f"{key} is {value!r}"):
         _ = file.model
+
+
+def test_a_file_of_another_model_is_refused():
+    file = ProfileFile.of(MEASURED)
+    same = SimpleNamespace(**MEASURED["model"])
+    file.check_model(same)
+    file.check_model(SimpleNamespace(vocab_size=1000))  # states no more
+    same.num_hidden_layers = 8
+    file.check_model(same, LAYER_SIZES)
+    with pytest.raises(ProfileError, match="num_hidden_layers is 9 there and 8 here"):
+        file.check_model(same)
 
 
 @pytest.mark.parametrize(

@@ -290,8 +290,9 @@ def _progress(items, describe: Callable[[object], str]):
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--n", type=int, default=100_000, help="histories (default 100000)")
-    parser.add_argument("--seed", type=int, help="run this one group and stop")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--n", type=int, default=100_000, help="histories (default 100000)")
+    what.add_argument("--seed", type=int, help=f"run this one group of {GROUP} and stop")
     parser.add_argument("--skip-mutations", action="store_true", help="only the histories")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -16,7 +16,7 @@ do. No torch, no vLLM.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from spexis.core.presets import Model
 from spexis.core.stage_profile import BLOCK_SIZE, ProfileError, StagePoints, StageProfile
 
 FORMAT = "spexis-profile-1"
+LAYER_SIZES = ("hidden_size", "intermediate_size", "vocab_size")  # what a layer's time hangs on
+SIZES = (*LAYER_SIZES, "num_hidden_layers")
 MIB = 1 << 20
 
 
@@ -108,6 +110,19 @@ class ProfileFile:
             return Model.from_config(str(block.get("name", "")), block)
         except ValueError as error:
             raise ProfileError(f"{self.path}.model: no dense decoder's config: {error}") from error
+
+    def check_model(self, config: Any, keys: Sequence[str] = SIZES) -> None:
+        """Refuse the file for a model of other sizes; config: as transformers reads config.json.
+
+        A size that either of them does not state is not compared.
+        """
+        for key in keys:
+            there, here = (self.block.get("model") or {}).get(key), getattr(config, key, None)
+            if there is not None and here is not None and there != here:
+                raise ProfileError(
+                    f"{self.path} is of another model ({key} is {there} there and {here} here): "
+                    "measure this one with `spexis profile`"
+                )
 
     @property
     def device_memory(self) -> float | None:
