@@ -9,7 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from spexis.bench import cpu, decode, dims, drafter_time, links, machine, presets, profile
+from spexis.bench import (
+    cpu,
+    decode,
+    decode_child,
+    dims,
+    drafter_time,
+    links,
+    machine,
+    presets,
+    profile,
+)
 from spexis.bench.decode import DecodeSpec, arrivals, environment, llm_arguments, window_spread
 from spexis.bench.decode_child import Child
 from spexis.bench.options import add_engine_options, engine_options
@@ -107,6 +117,45 @@ def test_a_measurement_counts_the_window_only():
     assert found["rows_per_token"] == 2.0  # of the window; counters began before it
     assert found["rate"] == pytest.approx(found["tokens"] / found["seconds"])
     assert core.joined == {}  # nothing is left behind
+
+
+class PromptCore:
+    """An engine core whose every step runs one waiting prompt; its scheduler notes the limit."""
+
+    def __init__(self):
+        self.waiting, self.limits = [], []
+        self.scheduler = SimpleNamespace(
+            max_num_scheduled_tokens=64, has_requests=lambda: bool(self.waiting)
+        )
+
+    def get_output(self):
+        self.limits.append(self.scheduler.max_num_scheduled_tokens)
+        outputs = [SimpleNamespace(request_id=self.waiting.pop(0), new_token_ids=[7])]
+        return SimpleNamespace(outputs=outputs)
+
+
+def test_prompt_chunks_have_a_step_each_and_are_new_to_the_prefix_cache(monkeypatch):
+    ends = iter([5.0, 5.2, 5.4, 5.6] * 2)
+    monkeypatch.setattr(decode_child.time, "monotonic", lambda: next(ends))
+    child, _ = fake_child(kv_tokens=50)
+    core, added = PromptCore(), []
+
+    def add(index, context, max_tokens):
+        added.append((index, context, max_tokens))
+        core.waiting.append(str(index))
+
+    config = child.engine.vllm_config
+    config.model_config = SimpleNamespace(max_model_len=1000)
+    child.engine.engine_core, child.core, child.scheduler = core, core, core.scheduler
+    child._add, child.num_prompts = add, 0
+    found = child.prefill(tokens=46, count=3)
+    assert found == {"tokens": 46, "seconds": pytest.approx(0.2)}
+    assert core.limits == [46] * 4 and core.scheduler.max_num_scheduled_tokens == 64
+    child.prefill(tokens=46, count=3)
+    assert len({index for index, *_ in added}) == 8 and all(a[1:] == (46, 1) for a in added)
+    assert "46 tokens at most" in child.prefill(tokens=47, count=3)["skipped"]  # of a step
+    config.scheduler_config.max_num_batched_tokens = 64
+    assert "50 tokens at most" in child.prefill(tokens=51, count=3)["skipped"]  # of the KV cache
 
 
 def test_what_does_not_fit_is_skipped_with_the_reason():
@@ -313,6 +362,10 @@ class FakeEngine:
         if do == "decode":
             rate = arguments["rows"] / 0.011
             return {**arguments, "rate": rate, "spread": [rate * 0.9, rate * 1.1]}
+        if do == "prefill" and arguments["tokens"] > 512:
+            return {"skipped": "a step takes 512 tokens at most"}
+        if do == "prefill":
+            return {"tokens": arguments["tokens"], "seconds": 0.001 + 1e-4 * arguments["tokens"]}
         return {"scheduler": 0.0005, "worker": 0.002} if do == "take_host" else {}
 
     def __enter__(self):
@@ -346,6 +399,10 @@ def test_profile_file_is_what_the_stage_curve_reads(fake_engine, tmp_path, monke
     assert curve.seconds(64) == pytest.approx(0.010)
     assert curve.head_seconds(64) == 0.001
     assert written["skipped"][0]["rows"] == 128 and curve.max_rows == 64
+    assert written["skipped"][1]["chunk"] == 2048
+    (measured,) = ProfileFile.of(written).stage_profile().stages
+    assert measured.prefill_points == ((128, pytest.approx(0.0128)), (512, pytest.approx(0.0512)))
+    assert fake_engine.made[0].spec.max_model_len > 2048
     assert written["drafter_seconds"] == drafter and curve.drafter_seconds(64) == 0.0005
     # A layer takes .25 ms, the head 1 ms, the drafter .5 ms.
     assert written["balanced_split"]["2"] == [41, 39]

@@ -59,6 +59,10 @@ def test_prompt_chunks_follow_the_curve_or_their_own_points():
     cost = stage(prefill_points=((1, 0.0188), (2048, 0.2)))
     assert cost.seconds(0, 2048) == pytest.approx(0.2)
     assert cost.seconds(64, 2048) == pytest.approx(0.0201 + 0.2 - 0.0188)
+    # Below the smallest one that was measured: between it and a single row.
+    cost = stage(prefill_points=((101, 0.0288), (2048, 0.2)))
+    assert cost.seconds(0, 51) == pytest.approx((0.0188 + 0.0288) / 2)
+    assert cost.seconds(64, 51) == pytest.approx(0.0201 + 0.005)
 
 
 def test_learning_recovers_another_machine():

@@ -144,6 +144,8 @@ def test_a_file_of_another_model_is_refused():
         ({"points": [1]}, r"points\[0\] is 1"),
         ({"points": [{"rows": 1, "context": 0, "seconds": -2}]}, r"points\[0\].seconds is -2"),
         ({"points": [{"rows": 1, "seconds": 1}]}, r"points\[0\].context is None"),
+        ({"chunks": [1]}, "chunks: allowed is a list of JSON"),
+        ({"chunks": [{"tokens": 128}]}, r"chunks\[0\].seconds is None"),
         ({"layers": 0}, "layers is 0: allowed is a whole number above 0"),
         ({"head_seconds": 1}, "allowed is an object of seconds by rows"),
         ({"head_seconds": {"x": 1}}, "has a key 'x'"),

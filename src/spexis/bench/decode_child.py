@@ -43,7 +43,7 @@ class Child:
         self.scheduler = self.core.scheduler
         self.vocab_size = self.llm.model_config.get_vocab_size()
         self.stages = spec.stages
-        self.num_runs = 0
+        self.num_runs = self.num_prompts = 0
         self.started_seconds = time.monotonic() - begin
         self.host = [0, 0.0]  # steps with rows, seconds in schedule() and update_from_output()
 
@@ -135,6 +135,37 @@ class Child:
             result["rows_per_token"] = 1 + grown["discarded_rows"] / max(1, grown["tokens"])
         return result
 
+    def prefill(self, *, tokens: int, count: int) -> dict:
+        """Seconds of a step that is one prompt of so many tokens and nothing else.
+
+        Mean of `count` steps in a row, behind one that is not counted.
+        """
+        config = self.engine.vllm_config
+        most = min(
+            config.scheduler_config.max_num_batched_tokens,
+            config.model_config.max_model_len - 1,
+            self.started()["kv_tokens"],
+        )
+        if tokens > most:
+            return {"skipped": f"a step or the KV cache takes {most} tokens at most"}
+        self.num_runs += 1
+        budget = self.scheduler.max_num_scheduled_tokens
+        self.scheduler.max_num_scheduled_tokens = tokens  # so that no step takes two of them
+        try:
+            for _ in range(1 + count):
+                self.num_prompts += 1  # a new one: the prefix cache must not know it
+                self._add(-self.num_prompts, tokens, max_tokens=1)
+            times: list[float] = []
+            while len(times) <= count:
+                outputs = self.engine.engine_core.get_output().outputs
+                if len(outputs) > 1:
+                    raise RuntimeError(f"{len(outputs)} prompts ended in one step")
+                times += [time.monotonic()] * len(outputs)
+            self._drain()
+        finally:
+            self.scheduler.max_num_scheduled_tokens = budget
+        return {"tokens": tokens, "seconds": (times[-1] - times[0]) / count}
+
     def acceptance(self, *, acceptance: float) -> dict:
         changed = self.llm.collective_rpc("bench_set_acceptance", args=(acceptance,))
         return {"stages": sum(changed)}
@@ -212,6 +243,7 @@ class Child:
 COMMANDS = (
     "started",
     "decode",
+    "prefill",
     "acceptance",
     "head",
     "drafter",

@@ -6,9 +6,10 @@
 
 One pipeline stage runs as a stock vLLM engine of that many layers (random weights, so MODEL needs
 a config.json only) and its decode steps are timed at steady state for each number of rows and
-each context length. Apart from that: the output head, an exit drafter (on a GPU), the host's work
-per step, and the links between two devices; and how many layers a stage should have then. What
-each figure is and is not: docs/profile.md. Ends with one JSON line.
+each context length, then steps that are one prompt chunk each. Apart from that: the output head, an
+exit drafter (on a GPU), the host's work per step, and the links between two devices; and how many
+layers a stage should have then. What each figure is and is not: docs/profile.md. Ends with one JSON
+line.
 
 Invariant: every figure in the file was measured in this run; what was not is null, with a reason.
 """
@@ -38,6 +39,7 @@ from spexis.core.profile_file import FORMAT
 from spexis.core.stage_curve import StageCurve
 
 HEAD_REPEATS = 30
+CHUNK_STEPS = 4  # steps of one measurement
 WARM = 4  # tokens of every request before the window
 
 
@@ -58,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.check_output(output)
     from tqdm import tqdm
 
-    with tqdm(total=len(args.batches) * len(args.contexts), desc="profile", unit="point") as bar:
+    total = len(args.batches) * len(args.contexts) + len(args.chunks)
+    with tqdm(total=total, desc="profile", unit="point") as bar:
         stage = measure_stage(
             args.model,
             layers=layers,
@@ -66,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             device=device,
             batches=args.batches,
             contexts=args.contexts,
+            chunks=args.chunks,
             tokens=args.tokens,
             repeats=args.repeats,
             options=engine_options(args),
@@ -133,6 +137,13 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens that each of them has in memory (default: 128 1024)",
     )
     parser.add_argument(
+        "--chunks",
+        **number,
+        nargs="*",
+        default=[128, 512, 2048],
+        help="prompt tokens of a step without decoding rows (default: 128 512 2048)",
+    )
+    parser.add_argument(
         "--tokens", **number, default=32, help="decode steps of one measurement (default: 32)"
     )
     parser.add_argument(
@@ -171,6 +182,7 @@ def measure_stage(
     repeats: int,
     options: dict[str, Any],
     log: str | Path,
+    chunks: Sequence[int] = (),
     on_point: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Times of one stage; the part of the profile between "device" and "link_seconds"."""
@@ -180,7 +192,9 @@ def measure_stage(
             device=device,
             tensor=tensor,
             max_num_seqs=max(batches),
-            max_model_len=max(2048, max(contexts) + tokens + 64 + max(batches) // 4),
+            max_model_len=max(
+                2048, max(contexts) + tokens + 64 + max(batches) // 4, max(chunks, default=0) + 1
+            ),
             options=options,
         )
         points, skipped = [], []
@@ -200,6 +214,16 @@ def measure_stage(
                     else:
                         points.append(point(runs, head[rows]))
                     on_point()
+            prompts = []
+            for size in chunks:
+                runs = [
+                    engine.call("prefill", tokens=size, count=CHUNK_STEPS) for _ in range(repeats)
+                ]
+                if "skipped" in runs[0]:
+                    skipped.append({"chunk": size, **runs[0]})
+                else:
+                    prompts.append(chunk(runs, head[min(batches)]))
+                on_point()
             host = _host_seconds(engine, batches, contexts[0], tokens, device)
         return {
             # Not in sizes(), which decides whether a GPU preset's file may be continued.
@@ -210,6 +234,7 @@ def measure_stage(
             "dtype": options.get("dtype", "float32" if device == "cpu" else "bfloat16"),
             "engine": engine.started,
             "points": points,
+            "chunks": prompts,
             "skipped": skipped,
             "head_seconds": {str(rows): seconds for rows, seconds in head.items()},
             "host_seconds": host,
@@ -267,6 +292,18 @@ def point(runs: Sequence[dict], head_seconds: float) -> dict[str, Any]:
     }
 
 
+def chunk(runs: Sequence[dict], head_seconds: float) -> dict[str, Any]:
+    """A prompt chunk's time from repeated measurements of it; one row of it goes into the head."""
+    steps = [run["seconds"] for run in runs]
+    median = statistics.median(steps)
+    return {
+        "tokens": runs[0]["tokens"],
+        "seconds": max(0.0, median - head_seconds),
+        "step_seconds": median,
+        "step_spread": [min(steps), max(steps)],
+    }
+
+
 def spread(point: dict) -> float:
     """Largest deviation of a repeated measurement, as a share of the median."""
     low, high = point["step_spread"]
@@ -300,8 +337,15 @@ def _print(profile: dict) -> None:
             f"{1e3 * profile['head_seconds'][str(p['rows'])]:>9.3f}  "
             f"{1e3 * p['step_seconds']:>9.3f}  [{low:.3f} .. {high:.3f}]"
         )
+    for p in profile["chunks"]:
+        low, high = (1e3 * s for s in p["step_spread"])
+        print(
+            f"prompt chunk of {p['tokens']} tokens: {1e3 * p['step_seconds']:.3f} ms "
+            f"[{low:.3f} .. {high:.3f}]"
+        )
     for skipped in profile["skipped"]:
-        print(f"{skipped['rows']:>7}  {skipped['context']:>7}  skipped: {skipped['skipped']}")
+        what = ", ".join(f"{key} {skipped[key]}" for key in skipped if key != "skipped")
+        print(f"skipped: {what}: {skipped['skipped']}")
     if profile["drafter_seconds"]:
         times = (f"{rows}: {1e3 * s:.3f}" for rows, s in profile["drafter_seconds"].items())
         print(f"exit drafter, ms by rows: {', '.join(times)}")

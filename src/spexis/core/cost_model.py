@@ -83,7 +83,10 @@ class StageCost:
         self.graph_sizes = measured.graph_sizes
         self.kv_seconds = _kv_seconds(measured)
         self.curve = Curve([(r, s - self.kv_seconds * r * k) for r, k, s in measured.points])
-        self.chunk_curve = Curve(measured.prefill_points) if measured.prefill_points else None
+        self.chunk_curve = None
+        if measured.prefill_points:
+            # A chunk of one token is a row; smaller chunks than were measured lie in between.
+            self.chunk_curve = Curve([(1, self.curve(1)), *measured.prefill_points])
         self.extras = tuple(extras)
         self.all_reduce = all_reduce
         # The measured curve does not change, only the coefficients do.

@@ -88,6 +88,12 @@ class ProfileFile:
                     f"{self.path}.engine has {value!r} among its graph sizes or as kv_tokens: "
                     "allowed are whole numbers above 0"
                 )
+        chunks = self.block.get("chunks") or []
+        if not isinstance(chunks, list) or not all(isinstance(chunk, Mapping) for chunk in chunks):
+            raise ProfileError(f"{self.path}.chunks: allowed is a list of JSON objects")
+        for i, chunk in enumerate(chunks):
+            for key in ("tokens", "seconds"):
+                _number(chunk.get(key), f"{self.path}.chunks[{i}].{key}")
         for rows, times in (self.block.get("host_seconds") or {}).items():
             at = f"{self.path}.host_seconds.{rows}"
             _object(times, at)
@@ -152,6 +158,7 @@ class ProfileFile:
         points = tuple(
             sorted((p["rows"], float(p["context"]), p["seconds"]) for p in block["points"])
         )
+        chunks = sorted((c["tokens"], c["seconds"]) for c in block.get("chunks") or [])
         host = {
             rows: times["scheduler"] for rows, times in (block.get("host_seconds") or {}).items()
         }
@@ -167,6 +174,7 @@ class ProfileFile:
                 StagePoints(
                     points=points,
                     graph_sizes=tuple(sorted(engine.get("cudagraph_capture_sizes") or ())),
+                    prefill_points=tuple(chunks),
                 ),
             ),
             head=self.by_rows("head_seconds"),

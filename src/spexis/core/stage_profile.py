@@ -38,8 +38,8 @@ class StagePoints:
     graph_sizes: tuple[int, ...] = ()
     """Captured CUDA graph sizes, ascending: fewer rows are padded up to one. Empty: no padding."""
     prefill_points: Rows = ()
-    """(query tokens, seconds) of a prompt chunk alone. Empty: the decode curve is continued with
-    the slope of its last segment."""
+    """(query tokens, seconds) of a prompt chunk alone, above 1 token. Empty: the decode curve is
+    continued with the slope of its last segment."""
     kv_seconds_per_token: float | None = None
     """Seconds one KV token adds to a step; None: from points of different context lengths."""
 
