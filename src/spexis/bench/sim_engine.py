@@ -128,6 +128,7 @@ class EngineCheck:
             batches, contexts, repeats = ("1", "8", "16"), ("64",), "1"
         arguments = [
             *(self.model, "--batches", *batches, "--contexts", *contexts, "--tokens", "12"),
+            *("--chunks", str(BUDGET // 4), str(BUDGET)),
             *("--repeats", repeats, "--no-links", "--drafter-layers", "0", "--device", "cpu"),
             *("--output", str(path)),
         ]
