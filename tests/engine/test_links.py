@@ -5,6 +5,8 @@ No engine runs, but vLLM is imported in three pairs of processes, which takes ha
 """
 
 import pytest
+import torch
+from vllm.platforms import current_platform
 
 from spexis.bench import links
 
@@ -16,6 +18,10 @@ def test_all_operations_are_timed():
     found = links.links("cpu", hidden_size=64, rows=[1, 4], num_devices=1, repeats=3)
     assert set(found) == {"gloo", "host"} and "tp_note" not in found["gloo"]
     assert 0 < found["host"]["describe"] < 1
+    # vLLM's workers reduce through shared memory where their kernels can; then this has to as well.
+    current_platform.import_kernels()
+    can = hasattr(torch.ops._C, "init_shm_manager")
+    assert found["gloo"]["tp_by"] == ("shared memory" if can else "gloo")
     for operation in ("send", "all_reduce", "tp_all_reduce"):
         times = found["gloo"][operation]
         assert set(times) == {"1", "4"} and all(0 < s < 1 for s in times.values())

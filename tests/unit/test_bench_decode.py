@@ -474,6 +474,20 @@ def test_one_device_has_no_link_but_a_host(monkeypatch):
     assert found == {"host": {"describe": 2e-4}}
 
 
+def test_ranks_on_a_cpu_have_the_cores_of_workers(monkeypatch):
+    orders = []
+    monkeypatch.setattr(links, "_measure", lambda order, extra: orders.append(order) or {})
+    monkeypatch.setattr(machine, "stock_cpu_binding", lambda workers: "0,1|2,3")
+    links.links("cpu", hidden_size=8, rows=[1], num_devices=0)
+    assert len(orders) == 3
+    for order in orders:
+        assert [links._cores(order, rank) for rank in (0, 1)] == [[0, 1], [2, 3]]
+        assert links._threads(order, 1) == {"OMP_NUM_THREADS": "2"}
+    orders.clear()
+    links.links("cuda", hidden_size=8, rows=[1], num_devices=2)
+    assert len(orders) == 5 and all(links._threads(order, 1) == {} for order in orders)
+
+
 def test_links_keep_what_was_measured_when_vllms_all_reduce_fails(monkeypatch):
     asked = []
 

@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 
 from spexis.core.cost_model import CostModel
 from spexis.core.law import tokens_per_step
+from spexis.core.presets import MEASURED
 from spexis.core.selection import ConfidenceHistogram, Selection, operating_points
 from spexis.core.stage_profile import StagePoints, StageProfile
-from spexis.simulator.tables import selection_row
+from spexis.simulator import fixed_batch
+from spexis.simulator.drafts import DraftSource
+from spexis.simulator.tables import OutcomeRule, selection_row
 
 
 def cost(points, graph_sizes=(), kv=0.0) -> CostModel:
@@ -79,6 +82,18 @@ def test_beside_a_prompt_chunk_rows_have_the_chunks_price():
     assert policy.select(joint).all()  # 0.02 ms a row
     run = policy.select(joint, prefill_tokens=2000)  # 0.09 ms a row
     assert run[:32].all() and not run[32:].any()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_simulated_scheduler_learns_how_often_drafts_are_right(stages, lag):
+    """Outcomes reach OutcomeChooser under the steps in which their rows ran, also one step late."""
+    model = CostModel.from_profile(MEASURED[f"h200-llama-70b-pp{stages}"])
+    rule = OutcomeRule(CostModel.from_profile(MEASURED[f"h200-llama-70b-pp{stages}"]), 48, lag)
+    fixed_batch.run(model, 48, DraftSource(0.8), rule, 500, 0, on_step=rule.on_step)
+    assert rule.chooser.mean == pytest.approx(0.8, abs=0.03)
+    in_flight = [len(request.flying) for request in rule.chooser.requests.values()]
+    assert max(in_flight) <= stages + lag and min(in_flight) > 0
 
 
 @settings(max_examples=60, deadline=None)

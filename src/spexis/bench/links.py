@@ -10,9 +10,11 @@ states and residual), "all_reduce" that of one [rows, hidden], both by torch.dis
 CUDA, with and without NCCL_P2P_DISABLE=1, Gloo on CPU. "tp_all_reduce" is the same one as vLLM
 runs it in a tensor-parallel group: by its own kernels where devices see each other's memory
 (without peer access they are off, as disable_custom_all_reduce does), on CUDA from within a CUDA
-graph; on a CPU through shared memory. Where that fails it is null and "tp_note" says why.
+graph; on a CPU through shared memory if vLLM's build for it can ("tp_by"; AVX2's cannot). Where
+that fails it is null and "tp_note" says why.
 "describe" is the time of the message by which vLLM describes a step's tensors, host to host, which
 `fixed_transfer` does without; it needs two processes but no device, and fails in the same way.
+On a CPU each rank has cores of its own, as a worker has.
 Invariant: no guess where there is only one device: nothing but "host" then.
 """
 
@@ -29,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spexis.bench import engines
+from spexis.bench import engines, machine
 
 _WARM_UP = 5
 _PER_GRAPH = 32  # all-reduces, one behind the other as in a step; one launch for all of them
@@ -40,6 +42,8 @@ def links(
 ) -> dict:
     """Seconds by kind of link, operation and rows; of "host" alone with one CUDA device."""
     order = {"device": device, "hidden_size": hidden_size, "rows": list(rows), "repeats": repeats}
+    if device == "cpu":  # as vLLM's workers: on any core, with a thread for each, ranks only wait
+        order["cores"] = machine.stock_cpu_binding(2).split("|")
     host = {"host": _of_vllm({**order, "what": "host"}, {}, "describe", "note")}
     if device == "cpu":
         return {"gloo": _link(order, p2p=True), **host}
@@ -80,7 +84,7 @@ def _measure(order: dict[str, Any], extra: dict[str, str]) -> dict[str, Any]:
                     f"{folder}/store",
                     json.dumps(order),
                 ],
-                env={**env, **extra},
+                env={**env, **extra, **_threads(order, rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -99,10 +103,21 @@ def _measure(order: dict[str, Any], extra: dict[str, str]) -> dict[str, Any]:
                 engines._kill_group(rank)
 
 
+def _threads(order: dict[str, Any], rank: int) -> dict[str, str]:
+    """Environment of a rank that has cores of its own."""
+    return {"OMP_NUM_THREADS": str(len(_cores(order, rank)))} if "cores" in order else {}
+
+
+def _cores(order: dict[str, Any], rank: int) -> list[int]:
+    return [int(core) for core in order["cores"][rank].split(",")]
+
+
 # -- inside the two processes ----------------------------------------------------------------------
 
 
 def _main(rank: int, store: str, order: dict) -> None:
+    if "cores" in order:
+        os.sched_setaffinity(0, _cores(order, rank))
     import torch
 
     on_cuda = order["device"] == "cuda" and order["what"] != "host"
@@ -147,13 +162,16 @@ def _by_torch(rank: int, store: str, order: dict, device) -> dict[str, dict[str,
     return found
 
 
-def _by_vllm(rank: int, store: str, order: dict, device) -> dict[str, dict[str, float]]:
+def _by_vllm(rank: int, store: str, order: dict, device) -> dict[str, Any]:
     """The all-reduce of a tensor-parallel group of two, through vLLM's own entry point."""
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state, tensor_model_parallel_all_reduce
+    from vllm.platforms import current_platform
 
     on_cuda = device.type == "cuda"
+    # Without its kernels the CPU's group falls back to Gloo, which takes ten times as long.
+    current_platform.import_kernels()
     # Both ranks need the same name for the CPU's shared memory; vLLM's worker sets it likewise.
     os.environ["VLLM_DIST_IDENT"] = f"links-{Path(store).parent.name}"
     found: dict[str, float] = {}
@@ -176,7 +194,11 @@ def _by_vllm(rank: int, store: str, order: dict, device) -> dict[str, dict[str, 
                 call = functools.partial(tensor_model_parallel_all_reduce, x)
                 found[str(rows)] = _seconds(call, order["repeats"], None)
         torch.distributed.barrier()
-    return {"tp_all_reduce": found}
+        if on_cuda:
+            return {"tp_all_reduce": found}
+        # Only through shared memory can vLLM hand on dictionaries of tensors on a CPU.
+        shared = parallel_state.get_tp_group().device_communicator.supports_tensor_dict
+    return {"tp_all_reduce": found, "tp_by": "shared memory" if shared else "gloo"}
 
 
 def _by_host(rank: int, store: str, order: dict, device) -> dict[str, float]:

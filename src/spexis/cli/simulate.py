@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from spexis.cli.numbers import positive, share, whole, whole_or_zero
@@ -72,10 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", help="write all figures to this JSON file")
     parser.add_argument(
         "--table",
-        choices=["selection", "published", "measured"],
+        choices=["selection", "choosers", "published", "measured"],
         help="instead of a trace: selection rules at constant batches on the measured H200 curve, "
-        "SP against TP with presets beside the published rows, or --profile's steady decode rates "
-        "of PP2 and SP beside those of --results",
+        "selection by confidences and by outcomes there, SP against TP with presets beside the "
+        "published rows, or --profile's steady decode rates of PP2 and SP beside those of "
+        "--results",
     )
     parser.add_argument(
         "--results", help="file of `spexis bench --preset gpu2`, for --table measured"
@@ -179,18 +181,18 @@ def _table(options: argparse.Namespace) -> int:
     from spexis.simulator import tables
 
     name = options.table
+    drafts = {"sharpness": options.sharpness, "seed": options.seed}
     if name == "measured":
         file, record = _measured(options)
-        cases = len(tables.measured_cells(record))
+        cases, make = tables.measured_cells(record), partial(tables.measured_table, file, record)
+    elif name == "published":
+        cases, make = tables.PUBLISHED, tables.published_table
+    elif name == "choosers":
+        cases, make = tables.chooser_cases(), partial(tables.chooser_table, **drafts)
     else:
-        cases = len(tables.selection_cases() if name == "selection" else tables.PUBLISHED)
-    with tqdm(total=cases, desc=f"simulate {name}", unit="row") as bar:
-        if name == "selection":
-            rows = tables.selection_table(bar.update, options.sharpness, options.seed)
-        elif name == "published":
-            rows = tables.published_table(bar.update)
-        else:
-            rows = tables.measured_table(file, record, bar.update)
+        cases, make = tables.selection_cases(), partial(tables.selection_table, **drafts)
+    with tqdm(total=len(cases), desc=f"simulate {name}", unit="row") as bar:
+        rows = make(bar.update)
     keys = list(rows[0])
     print("  ".join(f"{key:>12}" for key in keys))
     for row in rows:
@@ -202,6 +204,12 @@ def _table(options: argparse.Namespace) -> int:
         summary["ok"] = min(gains) >= 0.99
         summary["worst_over_none"], summary["best_over_none"] = min(gains), max(gains)
         summary["worst_over_drop"] = min(row["over_drop"] for row in rows)
+    elif name == "choosers":
+        summary["sharpness"] = options.sharpness
+        for way in ("stage", "scheduler", "scheduler_late"):
+            gains = [row[way] for row in rows]
+            summary[way] = {"worst": min(gains), "mean": round(sum(gains) / len(gains), 3)}
+        summary["ok"] = all(row["scheduler_late"] >= 0.99 for row in rows)
     elif name == "measured":
         errors = [row["error"] for row in rows]
         summary["ok"] = bool(errors)

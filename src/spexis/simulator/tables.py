@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that `spexis simulate --table` makes: selection rules, published rows, measured rates.
+"""Tables that `spexis simulate --table` makes: selection rules, where they decide, published rows,
+measured rates.
 
     selection_table(progress)     # gain of Selection over none and over a fixed drop ratio
+    chooser_table(progress)       # by confidences on the first stage, by outcomes one step ahead
     published_table(progress)     # SP against TP with presets, and what was published
     measured_table(profile, record, progress)     # PP2 and SP2 against `spexis bench --preset gpu2`
 
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from spexis.core.cost_model import CostModel
+from spexis.core.outcomes import OutcomeChooser
 from spexis.core.presets import HARDWARE, MEASURED, MODELS, STACKS, estimate_profile
 from spexis.core.profile_file import ProfileFile
 from spexis.core.selection import Selection
@@ -56,6 +59,40 @@ class SelectionRule:
             self.policy.observe(seconds, tokens, rows, self.batch, self._confidence)
 
 
+class OutcomeRule:
+    """OutcomeChooser likewise: what the scheduler would choose.
+
+    lag: steps that a step's outcomes are known later than its verdict is back at the first stage;
+    with async scheduling the host is one behind.
+    """
+
+    def __init__(self, cost: CostModel, batch: int, lag: int = 0):
+        self.chooser = OutcomeChooser(Selection(cost, batch), cost.num_stages)
+        self.batch, self.delay = batch, cost.num_stages + lag
+        self._ids = [str(i) for i in range(batch)]
+        self._ran: dict[int, np.ndarray] = {}  # by step: indices of its rows
+        self._held: dict[int, np.ndarray] = {}  # by step: [size] tokens held when it was planned
+        self._no_context = np.zeros(batch)
+
+    def __call__(self, step: int, rows: Rows) -> np.ndarray:
+        size, n = rows.size, self.chooser.num_stages
+        # The verdicts of step j are in once step j + N begins.
+        self._held[step] = rows.held[:size].copy()
+        known = step - self.delay
+        ran, after = self._ran.pop(known, None), self._held.get(known + n)
+        before = self._held.pop(known + n - 1, None)
+        if ran is not None and after is not None and before is not None:
+            good = after[ran] > before[ran]
+            self.chooser.came([self._ids[i] for i in ran], good.tolist(), known)
+        run = self.chooser.choose(self._ids[:size], step, self._no_context[:size])
+        self._ran[step] = np.flatnonzero(run)
+        self.chooser.ran([self._ids[i] for i in self._ran[step]], step)
+        return run
+
+    def on_step(self, seconds: float, tokens: int, rows: int) -> None:
+        self.chooser.observe(seconds, tokens, rows, self.batch, 0.0, 0)
+
+
 def selection_cases(stages: Iterable[int] = (2, 4)) -> list[tuple[int, bool, int, float]]:
     """(stages, steps of the curve kept, batch, acceptance)"""
     return [
@@ -82,12 +119,7 @@ def selection_row(
     profile: of `spexis profile`, with its drafter, head, links and host; None: the bare stage that
     was measured first.
     """
-    if profile is None:
-        profile = MEASURED[f"h200-llama-70b-pp{stages}"]
-    else:
-        profile = profile.split(stages, 1)
-        if profile is None:
-            raise ProfileError(f"the profile cannot be split into {stages} stages of one device")
+    profile = _of_stages(profile, stages)
     if not graph_steps:
         points = tuple(dataclasses.replace(s, graph_sizes=()) for s in profile.stages)
         profile = dataclasses.replace(profile, stages=points)
@@ -116,6 +148,56 @@ def selection_row(
         "over_drop": round(selected / dropped, 3),
         "over_pp": round(selected / plain, 3),
     }
+
+
+def _of_stages(profile: StageProfile | None, stages: int) -> StageProfile:
+    if profile is None:
+        return MEASURED[f"h200-llama-70b-pp{stages}"]
+    split = profile.split(stages, 1)
+    if split is None:
+        raise ProfileError(f"the profile cannot be split into {stages} stages of one device")
+    return split
+
+
+def chooser_cases() -> list[tuple[int, int, float]]:
+    """(stages, batch, acceptance) where graph sizes make a step dear, and one where they do not."""
+    return [(n, batch, p) for n in (2, 4) for batch in (128, 192, 256) for p in ACCEPTANCES]
+
+
+def chooser_row(
+    stages: int,
+    batch: int,
+    acceptance: float,
+    sharpness: float = 1.5,
+    steps: int = 2000,
+    seed: int = 0,
+    profile: StageProfile | None = None,
+) -> dict:
+    """Tokens per second over those without selection: chosen on the first stage by confidences, in
+    the scheduler by outcomes, and there one step late. All requests' drafts are equally good, so
+    outcomes say less than where requests differ."""
+    profile = _of_stages(profile, stages)
+    cost = CostModel.from_profile(profile)
+
+    def outcomes(lag: int) -> OutcomeRule:
+        # It corrects its cost model by what steps take; the clock's stays as it is.
+        return OutcomeRule(CostModel.from_profile(profile), batch, lag)
+
+    def rate(rule=None) -> float:
+        drafts = DraftSource(acceptance, sharpness, seed=seed)
+        on_step = rule.on_step if rule else None
+        run = fixed_batch.run(cost, batch, drafts, rule, steps, 1000, on_step=on_step)
+        return run.tokens_per_second
+
+    none = rate()
+    rates = {
+        "stage": rate(SelectionRule(cost, batch)),
+        "scheduler": rate(outcomes(lag=0)),
+        "scheduler_late": rate(outcomes(lag=1)),
+    }
+    over = {name: round(found / none, 3) for name, found in rates.items()}
+    case = {"stages": stages, "batch": batch, "acceptance": acceptance}
+    return {**case, "none": round(none, 1), **over}
 
 
 def published_row(hardware: str, model: str, stack: str = "published", steps: int = 1500) -> dict:
@@ -200,6 +282,19 @@ def selection_table(
     rows = []
     for case in selection_cases():
         rows.append(selection_row(*case, sharpness=sharpness, seed=seed, profile=profile))
+        progress()
+    return rows
+
+
+def chooser_table(
+    progress: Callable[[], None] = lambda: None,
+    sharpness: float = 1.5,
+    seed: int = 0,
+    profile: StageProfile | None = None,
+) -> list[dict]:
+    rows = []
+    for case in chooser_cases():
+        rows.append(chooser_row(*case, sharpness=sharpness, seed=seed, profile=profile))
         progress()
     return rows
 
