@@ -74,10 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--table",
         choices=["selection", "choosers", "published", "measured"],
-        help="instead of a trace: selection rules at constant batches on the measured H200 curve, "
-        "selection by confidences and by outcomes there, SP against TP with presets beside the "
-        "published rows, or --profile's steady decode rates of PP2 and SP beside those of "
-        "--results",
+        help="instead of a trace: selection rules at constant batches on the measured H200 curve or a "
+        "--profile FILE, selection by confidences and by outcomes there, SP against TP with "
+        "presets beside the published rows, or --profile's steady decode rates of PP2 and SP "
+        "beside those of --results",
     )
     parser.add_argument(
         "--results", help="file of `spexis bench --preset gpu2`, for --table measured"
@@ -182,6 +182,8 @@ def _table(options: argparse.Namespace) -> int:
 
     name = options.table
     drafts = {"sharpness": options.sharpness, "seed": options.seed}
+    if Path(options.profile).is_file() and name in ("selection", "choosers"):
+        drafts["profile"] = load_profile(options.profile)
     if name == "measured":
         file, record = _measured(options)
         cases, make = tables.measured_cells(record), partial(tables.measured_table, file, record)
