@@ -149,8 +149,9 @@ def test_from_a_measured_profile(run, model):
     command, block, lines = run(model(), *argv)
     assert sizes(command) == (1, 2) and block["mode"] == "auto"
     assert f"by {STORED}, at 64 requests" in lines[0] and len(lines) == 3
-    *_, lines = run(model(), *(flag for flag in argv if flag != "--no-p2p"))
-    assert "TP may be priced too high" in lines[-1]
+    command, block, lines = run(model(), *(flag for flag in argv if flag != "--no-p2p"))
+    assert sizes(command) == (2, 1) and block is None  # with NVLink, as measured
+    assert "assumed - all-reduce: vLLM's own" in lines[-1]
 
 
 def test_what_cannot_run_is_passed_over(run, model, machine):

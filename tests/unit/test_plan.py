@@ -126,7 +126,8 @@ def test_plan_from_a_measured_profile(capsys):
 
     near_text, near = ranking("--acceptance", "0.785")
     assert set(near) == {"TP2", "PP 2 stages", "SP 2 stages"}  # a GPU alone cannot hold it
-    assert "TP may be priced too high" in near_text
+    assert "assumed - all-reduce: vLLM's own on such devices" in near_text
+    assert next(iter(near)) == "TP2"  # as measured
     far_text, far = ranking("--acceptance", "0.785", "--no-p2p")
     assert far["TP2"] < 0.9 * near["TP2"] and "without peer access" in far_text
     assert far["SP 2 stages"] == pytest.approx(near["SP 2 stages"], rel=0.01)
@@ -137,6 +138,15 @@ def test_plan_from_a_measured_profile(capsys):
     # The published acceptance of the model by that name, its dimensions being the profile's.
     _, named = ranking("llama-70b")
     assert "SP 2 stages" in named
+
+
+def test_a_profile_with_nccls_all_reduce_only_says_so(tmp_path, capsys):
+    block = json.loads(Path(STORED).read_text())
+    for gpu in block["hardware"]["gpus"]:
+        gpu["name"] = "some GPU"
+    (tmp_path / "p.json").write_text(json.dumps(block))
+    assert cli.main(["plan", "--profile", str(tmp_path / "p.json"), "--acceptance", "0.7"]) == 0
+    assert "TP may be priced too high" in capsys.readouterr().out
 
 
 def test_a_profile_without_links_prices_no_tensor_parallelism(tmp_path, capsys):

@@ -83,9 +83,33 @@ def test_links_with_and_without_peer_access():
     assert (far.hidden_link[0][1], far.all_reduce[0][1], far.all_reduce_by) == (3e-5, 9e-5, "torch")
 
 
+def test_vllms_all_reduce_is_taken_from_a_preset_where_only_nccls_was_measured():
+    """On H200s that reach each other's memory; NCCL's where that is faster, or nothing known."""
+
+    def reduce(name="NVIDIA H200", near=4e-5, far=17e-5, p2p=True):
+        links = {
+            "p2p": {"all_reduce": {"1": 4e-5, "256": near}},
+            "no_p2p": {"all_reduce": {"1": 3e-5, "256": far}},
+        }
+        file = changed(
+            link_seconds=links,
+            hardware={"gpus": [{"name": name}] * 2},
+            model={**MEASURED["model"], "hidden_size": 8192, "num_attention_heads": 64},
+        )
+        profile = file.stage_profile(p2p)
+        return profile.all_reduce_by, dict(profile.all_reduce)
+
+    by, seconds = reduce()
+    assert by == "preset"
+    assert seconds[1] == pytest.approx(13e-6, rel=0.01) and seconds[256] == 4e-5  # not 42 us
+    assert reduce(p2p=False) == ("torch", {1: 3e-5, 256: 17e-5})
+    assert reduce("NVIDIA A10")[0] == "torch"
+    assert reduce(near=15e-5)[0] == "torch"  # no peer access after all
+
+
 def test_split_halves_the_layers_and_adds_all_reduces():
     p = ProfileFile.load(STORED).stage_profile()
-    assert p.layers_per_stage == (40, 40) and p.all_reduce_by == "torch"
+    assert p.layers_per_stage == (40, 40) and p.all_reduce_by == "preset"
     same = CostModel.from_profile(p.split(2, 1), drafter=False)
     stage, last = CostModel.from_profile(p, drafter=False).stages
     assert same.step_seconds(64) == pytest.approx(last.seconds(64))

@@ -298,7 +298,7 @@ def _lines(fitting: list, passed: dict[str, str], wanted, notes: list[str]) -> l
     if passed:
         lines.append("passed over " + "; ".join(f"{k} ({why})" for k, why in _short(passed)))
     if any(option.tensor > 1 for option in fitting) and not platform.is_cpu():
-        lines += [note for note in notes if plan.TOO_HIGH in note]
+        lines += [n for n in notes if plan.TOO_HIGH in n or n.startswith(plan.BY_PRESET)]
     return lines
 
 

@@ -25,6 +25,7 @@ from spexis.config import ConfigError
 DEFAULT_HARDWARE, DEFAULT_MODEL = "h100", "llama-70b"
 DEFAULT_GPUS = 8
 TOO_HIGH = "TP may be priced too high"
+BY_PRESET = "assumed - all-reduce"
 DEFAULT_BATCH, DEFAULT_CONTEXT, DEFAULT_PROMPT = 64, 1000, 512
 MOST_STREAMS = 256  # vLLM's max_num_seqs on most devices
 
@@ -175,6 +176,11 @@ def measured_notes(profile, no_p2p: bool) -> list[str]:
     ]
     if no_p2p:
         notes.append("measured - links: without peer access between devices")
+    if profile.all_reduce_by == "preset":
+        notes.append(
+            f"{BY_PRESET}: vLLM's own on such devices, by the presets, since this profile has "
+            "NCCL's only; measure it with `spexis profile` on two devices"
+        )
     if profile.all_reduce_by == "torch":
         notes.append(
             "measured - all-reduce: NCCL's or Gloo's own time, this profile has none of vLLM's"

@@ -74,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--table",
         choices=["selection", "choosers", "published", "measured"],
-        help="instead of a trace: selection rules at constant batches on the measured H200 curve or "
-        "a --profile FILE, selection by confidences and by outcomes there, SP against TP with "
+        help="instead of a trace: selection rules at constant batches on the measured H200 curve "
+        "or a --profile FILE, selection by confidences and by outcomes there, SP against TP with "
         "presets beside the published rows, or --profile's steady decode rates of PP2 and SP "
         "beside those of --results",
     )

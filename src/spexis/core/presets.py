@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from spexis.core.cost_model import Curve
-from spexis.core.stage_profile import StagePoints, StageProfile
+from spexis.core.stage_profile import Rows, StagePoints, StageProfile
 
 BYTES = 2  # bfloat16
 BANDWIDTH_SHARE = (
@@ -229,6 +229,8 @@ HARDWARE = {
     ),
 }
 
+LINKS_MEASURED = {"NVIDIA H200": "h200"}  # devices whose links are not assumed here
+
 MODELS = {
     "llama-70b": Model(
         name="llama-70b",
@@ -314,6 +316,22 @@ def estimate_profile(
         all_reduce=reduce if tensor > 1 else (),
         host=((1, host),),
     )
+
+
+def vllm_all_reduce(device: str, hidden: int, by_nccl: Rows) -> Rows:
+    """What vLLM's own all-reduce takes over two such devices with peer access, by rows.
+
+    For profiles that hold NCCL's only, launched from the host; () where nothing is known of the
+    device. by_nccl: measured; vLLM leaves to it what it does faster.
+    """
+    hardware = HARDWARE.get(LINKS_MEASURED.get(device, ""))
+    if hardware is None:
+        return ()
+
+    def seconds(rows: float) -> float:
+        return hardware.all_reduce_latency + rows * BYTES * hidden * hardware.all_reduce_per_byte
+
+    return tuple((rows, min(nccl, seconds(rows))) for rows, nccl in by_nccl)
 
 
 def _measured_h200(stages: int) -> StageProfile:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from spexis.core.cost_model import CostModel
-from spexis.core.presets import Model
+from spexis.core.presets import Model, vllm_all_reduce
 from spexis.core.stage_profile import BLOCK_SIZE, ProfileError, StagePoints, StageProfile
 
 FORMAT = "spexis-profile-1"
@@ -133,8 +133,7 @@ class ProfileFile:
     @property
     def device_memory(self) -> float | None:
         """Bytes of one device; None where the file names none (a CPU)."""
-        gpus = (self.block.get("hardware") or {}).get("gpus") or []
-        sizes = [str(gpu.get("memory.total", "")).split() for gpu in gpus]
+        sizes = [str(gpu.get("memory.total", "")).split() for gpu in self._gpus()]
         whole = [s for s in sizes if len(s) == 2 and s[0].isdecimal() and s[1] == "MiB"]
         found = [float(s[0]) * MIB for s in whole]
         return min(found) if found else None
@@ -207,16 +206,32 @@ class ProfileFile:
         link = links.get("gloo") or links.get("p2p" if p2p else "no_p2p") or {}
         at = f"{self.path}.link_seconds"
         send = _by_rows(link.get("send"), f"{at}.send")
-        for key, by in (("tp_all_reduce", "vllm"), ("all_reduce", "torch")):
-            reduce = _by_rows(link.get(key), f"{at}.{key}")
-            if reduce:
-                return send, reduce, by
-        return send, (), ""
+        by_vllm = _by_rows(link.get("tp_all_reduce"), f"{at}.tp_all_reduce")
+        if by_vllm:
+            return send, by_vllm, "vllm"
+        by_torch = _by_rows(link.get("all_reduce"), f"{at}.all_reduce")
+        if p2p and by_torch and self._has_peer_access(links):
+            assumed = vllm_all_reduce(self._devices()[0], self.model.hidden, by_torch)
+            if assumed:
+                return send, assumed, "preset"
+        return send, by_torch, "torch" if by_torch else ""
+
+    def _has_peer_access(self, links: Mapping[str, Any]) -> bool:
+        """NCCL is much faster with it at the most rows, where links are what counts."""
+        near, far = (
+            _by_rows((links.get(key) or {}).get("all_reduce"), f"{self.path}.link_seconds.{key}")
+            for key in ("p2p", "no_p2p")
+        )
+        return bool(near and far and self._devices()) and near[-1][1] < 0.5 * far[-1][1]
+
+    def _devices(self) -> list[str]:
+        return [gpu.get("name", "GPU") for gpu in self._gpus()]
+
+    def _gpus(self) -> list[Mapping[str, Any]]:
+        return (self.block.get("hardware") or {}).get("gpus") or []
 
     def _hardware(self) -> str:
-        hardware = self.block.get("hardware") or {}
-        names = [gpu.get("name", "GPU") for gpu in hardware.get("gpus") or []]
-        return ", ".join(names) or str(hardware.get("cpu", ""))
+        return ", ".join(self._devices()) or str((self.block.get("hardware") or {}).get("cpu", ""))
 
     def _whole(self, key: str, default: int | None = None) -> int:
         value = self.block.get(key, default)

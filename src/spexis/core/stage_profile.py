@@ -78,7 +78,8 @@ class StageProfile:
     all_reduce: Rows = ()
     """One all-reduce over two ranks, where the points hold none."""
     all_reduce_by: str = ""
-    """"vllm": as vLLM runs it; "torch": by torch.distributed (NCCL, Gloo); "": not measured."""
+    """"vllm": as vLLM runs it; "torch": by torch.distributed (NCCL, Gloo); "preset": vLLM's own by
+    presets.py, for want of a measurement; "": none."""
     host: Rows = ()
     """The scheduler's work a step."""
     host_overlaps: bool = False
