@@ -185,12 +185,15 @@ def _check_features(config: Any) -> None:
 def _check_selection(config: Any, spexis: SpexisConfig) -> None:
     if spexis.mode != "sp-alpha":
         return
-    if config.use_v2_model_runner and spexis.selection == "stage":
-        refuse(
-            'spexis.selection "stage" runs on vLLM\'s V1 model runner only so far (CPUs)',
-            'use "scheduler", or null',
-        )
     parallel = config.parallel_config
+    if config.use_v2_model_runner and spexis.selection == "stage":
+        hint = 'use selection "scheduler", or null'  # on vLLM's V2 runner
+        if parallel.tensor_parallel_size > 1:
+            refuse('spexis.selection "stage" has not run with tensor-parallel stages here', hint)
+        if spexis.drafter.method == "oracle":
+            refuse(
+                'the oracle drafter asks who a row is of, which "stage" leaves to the device', hint
+            )
     file = ProfileFile.load(spexis.profile)
     file.check_model(config.model_config.hf_text_config)
     file.cost_model(parallel.pipeline_parallel_size, parallel.tensor_parallel_size)

@@ -59,6 +59,15 @@ def test_checks_of_one_stage(tmp_path, states: bool):
 
 
 @pytest.mark.slow
+def test_the_device_chooses_rows(tmp_path):
+    out = tmp_path / "out.json"
+    run(str(TESTS / "gpu" / "stage_checks.py"), str(out), "--choose")
+    result = json.loads(out.read_text())
+    for way in ("choice", "choice eager"):
+        assert result[way]["held"] > 6 and result[way]["guesses that ran"] > 0
+
+
+@pytest.mark.slow
 def test_stage_step_benchmark():
     sizes = ("--model", "tiny", "--layers", "2", "--context", "16", "--draft-vocab", "99")
     work = ("--batches", "1", "3", "--steps", "2", "--rounds", "2")

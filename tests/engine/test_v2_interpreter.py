@@ -191,6 +191,40 @@ def test_rows_chosen_by_the_scheduler(world: World, tmp_path: Path):
     assert 0 < run["counters"]["accepted"] < run["counters"]["drafts"]
 
 
+@pytest.mark.parametrize(
+    "stages", [2, pytest.param([3, 2, 1], marks=pytest.mark.slow, id="three stages")]
+)
+def test_rows_chosen_by_the_device(world: World, tmp_path: Path, stages):
+    """The same, where the scheduler says how many rows run and the first stage's device which."""
+    profile = steep_profile(tmp_path / "steep.json", row_seconds=0.1)
+    log = tmp_path / "steps.jsonl"
+    spexis = {
+        "drafter": {"method": "exit", "model": world.drafter},
+        "mode": "sp-alpha",
+        "selection": "stage",
+        "profile": profile,
+        "iteration_log": str(log),
+    }
+    if stages == 2:
+        spexis["length_predictor"] = world.predictor
+        spexis["lookahead"] = True
+    else:
+        spexis["placement"] = {"layers": stages}
+    count = 2 if stages == 2 else len(stages)
+    options = ["--stages", str(count), "--blocks", "11", "--abort", "--spexis", json.dumps(spexis)]
+    run = world.run(f"chosen-{count}", *options)
+    assert run["runner_v2"]
+    assert different(run, world.stock(v2=True)) == []
+    assert run["blocks_leaked"] == 0
+    counters = run["counters"]
+    assert counters["held"] > 20
+    assert 0 < counters["accepted"] < counters["drafts"]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert replay(lines) == []
+    counted = [e for line in lines for e in line["selection"] if "choose" in e]
+    assert any(e["run"][0] < e["choose"][0] for e in counted)
+
+
 @pytest.mark.slow
 def test_both_runners_count_alike(world: World):
     """The rules and the drafter are shared: every guess and every discard is the same."""

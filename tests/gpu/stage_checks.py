@@ -23,8 +23,10 @@ import torch
 from spexis.bench import dims
 from spexis.bench.stage import Stage
 from spexis.bench.stage_step import drafting, random_drafter
+from spexis.bench.tiny import steep_profile
 from spexis.engine.transfer import ROWS
-from spexis.engine.verdict import FirstStage
+from spexis.engine.v2_choice import HELD, Chains
+from spexis.engine.verdict import NO_TOKEN, FirstStage
 
 CPU = torch.device("cpu")
 MAX_ROWS, CONTEXT, STEPS = 8, 24, 40
@@ -50,6 +52,9 @@ def start(folder: Path, args: argparse.Namespace, states: bool) -> tuple[Stage, 
     else:
         more = {"enforce_eager": True, "block_size": 32}
     spexis = {"drafter": {"method": "exit", "model": drafter}, "draft_graphs": True}
+    if args.choose:
+        profile = steep_profile(folder / "steep.json", num_layers=2 * LAYERS)
+        spexis |= {"mode": "sp-alpha", "selection": "stage", "profile": profile}
     sizes = {"max_rows": MAX_ROWS, "context": CONTEXT, "steps": STEPS}
     # 256 so that a prompt of every row fits into one step.
     stage = Stage.start(
@@ -241,7 +246,56 @@ def check_head(
     return {"rows": num_compared, "worst": worst, "different": len(different)}
 
 
-def check_no_sync(stage: Stage, num_rows: int, steps: int) -> dict:
+def check_choice(stage: Stage, num_rows: int, steps: int, eager: bool) -> dict:
+    """The device runs the rows that are worth most, by the rules and by what it guessed before.
+
+    How many, changes from step to step; whoever is held runs its row later.
+    """
+    runner, plans = stage.runner, []
+    rule = FirstStage(runner.num_slots, 2, CPU)
+    known = Chains(runner.num_slots, rule.num_remembered, CPU)
+    counts, num_held, close = [], 0, 0
+    with drafting(stage, eager):
+        stage.begin(num_rows)
+        for step in range(steps):
+            slots, yes = slots_of(stage), torch.ones(num_rows, dtype=torch.bool)
+            ran = stage.handed_on[ROWS].cpu()
+            running = (ran[0] != HELD).nonzero().flatten()
+            at = ran[0].long()
+            if step == 0:
+                known.begun(slots, at + 1, yes)
+            else:
+                if len(plans) == 2:
+                    due = plans.pop(0)
+                    rule.apply_verdict(*due)
+                    known.verdict(*due)
+                joint, unverified = known.worth(slots, rule.position[slots])
+                offered = ran[2].view(torch.float32)
+                assert torch.equal(unverified, ran[3].long()), (step, unverified, ran[3])
+                assert torch.allclose(joint, offered, atol=1e-5), (step, joint, offered)
+                held = known.hold(slots, offered, unverified, counts[-1], runner.step)
+                wanted = (~held).nonzero().flatten()
+                assert torch.equal(running, wanted), (step, running, wanted)
+                rows = torch.stack([rule.position[slots], rule.token[slots]])[:, running]
+                assert torch.equal(ran[:2, running].long(), rows), (step, ran, rows)
+                num_held += num_rows - len(running)
+                close += int(((unverified > 0) & ~held).sum())
+            run = slots[running]
+            known.ran[run] = runner.step
+            guesses = runner.first_stage.token[run.to(runner.device)].cpu()
+            confidence = runner.first_stage.confidence[run.to(runner.device)].cpu()
+            rule.propose(run, at[running] + 1, guesses, yes[running])
+            known.guessed(run, at[running] + 1, confidence)
+            truth = stage.verdicts_of_latest_step(num_rows).cpu()
+            truth = torch.where(ran[0] == HELD, NO_TOKEN, truth)
+            plans.append((slots, torch.where(ran[0] == HELD, 0, at + 1), truth, yes))
+            counts.append(1 + (3 * step) % (num_rows - 1))
+            stage.step(counts[-1])
+    assert num_held > steps and close > 0
+    return {"held": num_held, "guesses that ran": close}
+
+
+def check_no_sync(stage: Stage, num_rows: int, steps: int, choose: bool = False) -> dict:
     """No call from requests' first step on waits for the device: torch raises where one does."""
     for _ in range(2):  # twice, since a request that ends clears and frees, too
         stage.begin(num_rows)
@@ -250,8 +304,8 @@ def check_no_sync(stage: Stage, num_rows: int, steps: int) -> dict:
     torch.cuda.set_sync_debug_mode("error")
     try:
         stage.begin(num_rows)
-        for _ in range(steps):
-            stage.step()
+        for step in range(steps):
+            stage.step(1 + step % (num_rows - 1) if choose else None)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return {"steps": steps}
@@ -281,6 +335,7 @@ def main() -> None:
     parser.add_argument("--attention", help="vLLM's attention back end")
     parser.add_argument("--states", action="store_true", help="drafter with final states")
     parser.add_argument("--default-modes", action="store_true", help="vLLM's own choice")
+    parser.add_argument("--choose", action="store_true", help="the device chooses rows")
     parser.add_argument("--quantization", help="vLLM's; on a GPU")
     args = parser.parse_args()
     on_gpu, exact = torch.cuda.is_available(), args.dtype == "float32"
@@ -296,6 +351,14 @@ def main() -> None:
             stage.runner.cudagraph_manager.intermediate_tensors = output
             capture = check_capture(stage)
             emulate_graphs(stage)
+        if args.choose:
+            result = {
+                f"choice{way}": check_choice(stage, 6, steps, bool(way)) for way in ("", " eager")
+            }
+            if on_gpu:
+                result["no sync"] = [check_no_sync(stage, n, 16, choose=True) for n in (8, 3)]
+            Path(args.out).write_text(json.dumps(result))
+            return
         result = {"rules eager": check_rules(stage, 5, steps, eager=True)}
         if not args.states:
             result["head eager"] = check_head(stage, drafter, steps, tolerance, eager=True)

@@ -67,6 +67,18 @@ def test_no_step_waits_for_the_device(checked):
     assert [found["steps"] for found in checked["no sync"]] == [16, 16]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_device_runs_the_rows_that_are_worth_most(run, tmp_path, dtype):
+    """Mode "sp-alpha", selection "stage": in graphs of as many rows as run, without a wait."""
+    out = tmp_path / "out.json"
+    more = ("--attention", "TRITON_ATTN") if dtype == "float32" else ("--default-modes",)
+    run(str(HERE / "stage_checks.py"), str(out), "--choose", "--dtype", dtype, *more)
+    found = json.loads(out.read_text())
+    for way in ("choice", "choice eager"):
+        assert found[way]["held"] > 24 and found[way]["guesses that ran"] > 10
+    assert [steps["steps"] for steps in found["no sync"]] == [16, 16]
+
+
 def test_the_drafters_memory_is_counted(checked):
     memory = checked["memory"]
     drafter = memory["drafter"]

@@ -186,7 +186,7 @@ def test_v2_reads_before_the_layers_run_and_speaks_after_the_verdict(folder, mon
     fake = object.__new__(FakeStage)
     fake.pp, fake.device = SimpleNamespace(is_first_rank=False), CPU
     fake.length_predictor, fake.exit_rows = StagePredictor(load_predictor(folder)), None
-    monkeypatch.setattr(runner_v2, "AsyncEnds", lambda *args: args)
+    monkeypatch.setattr(runner_v2, "AsyncExtras", lambda *args: args)
     assert fake.sample_tokens(None) == "vLLM's"  # a dummy step: nothing was read
 
     torch.manual_seed(0)
@@ -204,8 +204,9 @@ def test_v2_reads_before_the_layers_run_and_speaks_after_the_verdict(folder, mon
     )
     fake._read_exit(batch)
     hidden.zero_()  # as the layers do, in place
-    output, ends, *streams = fake.sample_tokens(None)
+    output, ends, rows, *streams = fake.sample_tokens(None)
     assert (output, streams, happened) == ("vLLM's", ["main", "copy"], ["verdict", "verdict"])
+    assert rows is None
     with torch.no_grad():
         wanted = load_predictor(folder)(states, torch.tensor([0, 8, 20]))
     assert torch.allclose(ends, wanted, atol=1e-6)
@@ -231,7 +232,7 @@ def test_the_output_is_vllms_with_one_field_more_and_survives_pickling():
     from spexis.engine.outputs import SpexisOutput
 
     ends = np.random.default_rng(0).random((2, 5), np.float32)
-    sent = SpexisOutput.of(output(num_nans_in_logits={"a": 1}), ends)
+    sent = SpexisOutput.of(output(num_nans_in_logits={"a": 1}), ends=ends)
     buffers: list = []  # as vLLM's shared-memory queue: protocol 5, small buffers in line
     data = pickle.dumps(sent, pickle.HIGHEST_PROTOCOL, buffer_callback=lambda b: True)
     for got in (pickle.loads(data, buffers=buffers), pickle.loads(pickle.dumps(sent))):
@@ -255,13 +256,13 @@ def test_through_vllms_shared_memory_queue():
     waiting.start()
     reader.wait_until_ready()
     waiting.join()
-    writer.enqueue(("success", SpexisOutput.of(output(), ends)))
+    writer.enqueue(("success", SpexisOutput.of(output(), ends=ends)))
     _, got = reader.dequeue(timeout=30)
     assert type(got) is SpexisOutput and (got.ends == ends).all()
 
 
 def test_v2_output_waits_for_its_own_copy(monkeypatch):
-    v2_ends = pytest.importorskip("spexis.engine.v2_ends")
+    v2_extras = pytest.importorskip("spexis.engine.v2_extras")
     events = []
 
     class Event:
@@ -279,13 +280,13 @@ def test_v2_output_waits_for_its_own_copy(monkeypatch):
         events.append(f"{back.name} -> {to.name}")
         yield
 
-    monkeypatch.setattr(v2_ends, "stream", stream)
+    monkeypatch.setattr(v2_extras, "stream", stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     main = SimpleNamespace(name="main")
     copy = SimpleNamespace(name="copy", wait_stream=lambda s: events.append(f"wait {s.name}"))
     ends = torch.rand(2, 5)
     inner = SimpleNamespace(get_output=lambda: events.append("vLLM's") or output())
-    pending = v2_ends.AsyncEnds(inner, ends, main, copy)
+    pending = v2_extras.AsyncExtras(inner, ends, None, main, copy)
     assert events == ["main -> copy", "wait main", "record on copy"]
     got = pending.get_output()
     assert events[3:] == ["vLLM's", "synchronize"]

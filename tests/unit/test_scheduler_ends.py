@@ -74,7 +74,7 @@ class WithLengths(RealScheduler):
             answered = start + row.num_scheduled - self.prompt_len[row.req_id]
             if step.outputs[i] >= 0:
                 ends[i] = self.say(self.truth(row.req_id, answered))
-        return SpexisOutput.of(result, ends)
+        return SpexisOutput.of(result, ends=ends)
 
     def say(self, truth: np.ndarray) -> np.ndarray:
         if self.predictor == "uncertain":

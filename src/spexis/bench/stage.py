@@ -113,12 +113,16 @@ class Stage:
 
     def _receive_verdict(self, input_batch) -> bool:
         """VerdictHandler.receive() with the table in place of the last stage."""
+        from spexis.engine.transfer import ROWS
+        from spexis.engine.v2_choice import HELD, PLAIN_LINES
         from spexis.engine.v2_handler import PendingVerdict
 
         handler, num_reqs = self.handler, input_batch.num_reqs
         with torch.cuda.stream(handler.broadcast_stream):
             handler.broadcast_stream.wait_stream(handler.main_stream)
             tokens = self._answer(num_reqs)
+            if len(rows := self.handed_on[ROWS]) > PLAIN_LINES:  # held rows give no token
+                tokens = torch.where(rows[0] == HELD, NO_TOKEN, tokens)
             states = None if self._states is None else self._states[:num_reqs].clone()
             event = handler.broadcast_stream.record_event()
         handler.pending.append(PendingVerdict(handler.plan, num_reqs, event, tokens, states))
@@ -203,8 +207,9 @@ class Stage:
             groups.append(list(range(first, first + count)))
         return tuple(groups)
 
-    def step(self) -> None:
-        """One decode step of every request; waits for nothing."""
+    def step(self, num_rows_to_run: int | None = None) -> None:
+        """One decode step of every request, or of so many as the device chooses (mode "sp-alpha",
+        selection "stage"); waits for nothing."""
         from vllm.v1.core.sched.output import CachedRequestData
 
         if self.num_done > self.steps:
@@ -215,7 +220,7 @@ class Stage:
         cached.num_computed_tokens = [length + done for length in self.lengths]
         cached.num_output_tokens = [done + 1] * num_rows
         cached.new_block_ids = [None] * num_rows
-        self._run([1] * num_rows, scheduled_cached_reqs=cached)
+        self._run([1] * num_rows, num_rows_to_run, scheduled_cached_reqs=cached)
 
     def paced_step(self) -> None:
         """step(), but waits first while as many are in flight as the engine would allow."""
@@ -235,7 +240,7 @@ class Stage:
         self.handler.pending.clear()
         self.handler.queue = deque([None] * NUM_STAGES)
 
-    def _run(self, num_tokens: list[int], **what) -> None:
+    def _run(self, num_tokens: list[int], num_rows_to_run: int | None = None, **what) -> None:
         from vllm.v1.core.sched.output import SchedulerOutput
 
         output = SchedulerOutput.make_empty()
@@ -245,6 +250,7 @@ class Stage:
         output.total_num_scheduled_tokens = sum(num_tokens)
         if num_tokens:
             output.spexis_num_verdicts = 0  # verdicts are due by steps alone
+            output.spexis_run = num_rows_to_run
         self.worker.execute_model(output)
         if num_tokens:
             self.num_done += 1

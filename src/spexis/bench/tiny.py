@@ -158,7 +158,7 @@ def tiny_predictor(model_dir: str | Path, folder: str | Path, seed: int = 2) -> 
     return str(folder)
 
 
-def steep_profile(path: str | Path, row_seconds: float = 0.002) -> str:
+def steep_profile(path: str | Path, row_seconds: float = 0.002, num_layers: int = LAYERS) -> str:
     """Writes a profile by which every row of a step is dear, so that drafts are left out.
 
     Not measured: it only says where "sp-alpha" begins; what steps take is learnt while running.
@@ -171,8 +171,8 @@ def steep_profile(path: str | Path, row_seconds: float = 0.002) -> str:
         "format": "spexis-profile-1",
         "device": "cpu",
         "hardware": {"cpu": "made up"},
-        "model": {"name": "tiny", "num_hidden_layers": LAYERS},
-        "layers": EXIT_LAYER,
+        "model": {"name": "tiny", "num_hidden_layers": num_layers},
+        "layers": num_layers // 2,
         "points": points,
         "head_seconds": {"1": 0.0},
     }

@@ -208,10 +208,10 @@ def _table(options: argparse.Namespace) -> int:
         summary["worst_over_drop"] = min(row["over_drop"] for row in rows)
     elif name == "choosers":
         summary["sharpness"] = options.sharpness
-        for way in ("stage", "scheduler", "scheduler_late"):
+        for way in ("stage", "device", "scheduler", "scheduler_late"):
             gains = [row[way] for row in rows]
             summary[way] = {"worst": min(gains), "mean": round(sum(gains) / len(gains), 3)}
-        summary["ok"] = all(row["scheduler_late"] >= 0.99 for row in rows)
+        summary["ok"] = all(min(row["device"], row["scheduler_late"]) >= 0.99 for row in rows)
     elif name == "measured":
         errors = [row["error"] for row in rows]
         summary["ok"] = bool(errors)

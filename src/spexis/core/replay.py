@@ -25,6 +25,7 @@ import numpy as np
 
 from spexis.core.chains import DraftChooser
 from spexis.core.chooser import Chooser
+from spexis.core.counts import CountChooser
 from spexis.core.endings import EndCalibration
 from spexis.core.lengths import LengthModel
 from spexis.core.live_mode import LiveMode
@@ -37,7 +38,9 @@ def replay(lines: Iterable[dict[str, Any]]) -> list[str]:
     """What was decided otherwise than the policies decide now, a line each."""
     lines = list(lines)
     journal = [entry for line in lines for entry in line.get("lookahead", ())]
-    chosen = replay_selection(_chosen(lines), OutcomeChooser)
+    selection = _chosen(lines)
+    counts = bool(selection) and selection[0]["setup"].get("kind") == "counts"
+    chosen = replay_selection(selection, CountChooser if counts else OutcomeChooser)
     return replay_memory(journal) + replay_mode(lines) + chosen
 
 

@@ -2,9 +2,9 @@
 """What the last stage returns to the scheduler: vLLM's output, and what is Spexis' own.
 
     SpexisOutput(req_ids=..., ..., held=held, ends=ends)     V1: built as vLLM's
-    SpexisOutput.of(output, ends)                            V2: vLLM's own, see v2_ends.py
+    SpexisOutput.of(output, ends=..., held=...)              V2: vLLM's own, see v2_extras.py
 
-Invariant: it is a ModelRunnerOutput with two fields more, so every reader of vLLM's sees what it
+Invariant: it is a ModelRunnerOutput with three fields more, so every reader of vLLM's sees what it
 always saw; it travels pickled like the rest.
 """
 
@@ -19,13 +19,17 @@ from vllm.v1.outputs import ModelRunnerOutput
 @dataclasses.dataclass
 class SpexisOutput(ModelRunnerOutput):
     held: frozenset[str] = frozenset()
-    """Requests whose row did not run in this step (selector.py)."""
+    """Requests whose row did not run in this step (selector.py, v2_choice.py)."""
     ends: np.ndarray | None = None
     """[R, 5] float32 P(fewer than lengths.THRESHOLDS tokens remain), of each row's last token; None
     without a length predictor. It means nothing where the row returned no token."""
 
+    offered: np.ndarray | None = None
+    """[2, R] float: of each request the product of its unverified guesses' confidences, and their
+    number, when a device chose among the rows (v2_choice.py); None where all rows ran."""
+
     @classmethod
-    def of(cls, output: ModelRunnerOutput, ends: np.ndarray) -> SpexisOutput:
-        """The same output with `ends`; what it holds is shared."""
+    def of(cls, output: ModelRunnerOutput, **extras) -> SpexisOutput:
+        """The same output with these; what it holds is shared."""
         fields = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
-        return cls(**{**fields, "ends": ends})
+        return cls(**{**fields, **extras})

@@ -30,8 +30,9 @@ from spexis.config import SpexisConfig
 from spexis.drafters.base import load_drafter
 from spexis.engine import kernels
 from spexis.engine.transfer import ROWS, FixedTransfer, Schema, agree
+from spexis.engine.v2_choice import RowChoiceMixin
 from spexis.engine.v2_drafter import DrafterMixin
-from spexis.engine.v2_ends import AsyncEnds
+from spexis.engine.v2_extras import AsyncExtras
 from spexis.engine.v2_handler import VerdictHandler
 from spexis.engine.verdict import FirstStage, LastStage
 from spexis.guards import check_sources
@@ -40,7 +41,7 @@ from spexis.lengths.engine import ExitRows, StagePredictor
 logger = init_logger("vllm.spexis.runner_v2")
 
 
-class SpexisV2Mixin(DrafterMixin):
+class SpexisV2Mixin(RowChoiceMixin, DrafterMixin):
     """Mixed in before vLLM's V2 model runner class by engine/worker.py."""
 
     # ------------------------------------------------------------------ set-up
@@ -60,6 +61,7 @@ class SpexisV2Mixin(DrafterMixin):
         self.transfer: FixedTransfer | None = None
         self.exit_rows: ExitRows | None = None  # of this step, for the length predictor
         self._share_request_states()
+        self.init_choice()
         if self.spexis_config.timeline_log:
             logger.warning("spexis.timeline_log is recorded by the V1 (CPU) runner only")
 
@@ -106,13 +108,18 @@ class SpexisV2Mixin(DrafterMixin):
             logger.warning("Stages describe each step's data, as vLLM does: %s", err)
         if agree(self.pp, schema):
             buffers = None if self.pp.is_first_rank else self.intermediate_tensors.tensors
-            self.transfer = FixedTransfer.install(self.pp, schema, buffers, self.device)
+            self.transfer = FixedTransfer.install(
+                self.pp, schema, buffers, self.device, self.row_lines
+            )
 
     def expect_transfer(self, scheduler_output) -> None:
         """The worker is about to receive this step's data."""
-        if self.transfer is not None:
-            rows = scheduler_output.num_scheduled_tokens
-            self.transfer.expect(scheduler_output.total_num_scheduled_tokens, len(rows))
+        if self.transfer is None:
+            return
+        num_tokens = self.num_rows_to_run(scheduler_output)
+        if num_tokens is None:
+            num_tokens = scheduler_output.total_num_scheduled_tokens
+        self.transfer.expect(num_tokens, len(scheduler_output.num_scheduled_tokens))
 
     def _agree_on_state_size(self, state_size: int) -> int:
         return int(self.pp.broadcast_object(state_size, src=0))
@@ -145,6 +152,8 @@ class SpexisV2Mixin(DrafterMixin):
             plan, alive = due.plan, handler.alive(due.plan)
             verdict = plan.slots, plan.positions, due.tokens, alive
             kernels.apply_verdict(self.first_stage, *verdict)
+            if self.chains is not None:
+                self.chains.verdict(*verdict)
             if due.states is not None:
                 self.spexis_drafter.observe(*verdict, due.states)
 
@@ -155,11 +164,15 @@ class SpexisV2Mixin(DrafterMixin):
     ):
         self.sent = self.stage_output = self.batch_desc = self.exit_rows = None
         self.received = intermediate_tensors
+        self.asked = self.choice = None
         if not dummy_run:
             self._count(scheduler_output)
+            scheduler_output = self.begin_choice(scheduler_output)
         output = super().execute_model(
             scheduler_output, intermediate_tensors, dummy_run, *args, **kwargs
         )
+        if self.choice is not None and not self.pp.is_first_rank:  # the first one drafts before
+            self.see_all_requests()
         if not isinstance(output, IntermediateTensors):
             return output
         self.stage_output = output
@@ -168,7 +181,8 @@ class SpexisV2Mixin(DrafterMixin):
         return IntermediateTensors({**output.tensors, ROWS: self.sent})
 
     def _received_rows(self) -> torch.Tensor:
-        """[2, R] positions and tokens that came along; waits for them, so call it late."""
+        """[2, R] positions and tokens that came along (v2_choice.py: and two lines more); waits for
+        them, so call it late."""
         return self.received.tensors[ROWS]
 
     def _count(self, scheduler_output) -> None:
@@ -187,15 +201,22 @@ class SpexisV2Mixin(DrafterMixin):
         if not (self.pp.is_first_rank or self.pp.is_last_rank):
             # A middle stage learns of restarts from the rows themselves.
             self.sent = self._received_rows()
-            slots = async_tensor_h2d(
-                batch_req_state.idx_mapping_np, device=self.device, dtype=torch.int64
-            )
-            self.req_states.num_computed_tokens.gpu.index_copy_(0, slots, self.sent[0])
+            if self.asked is None:
+                slots = async_tensor_h2d(
+                    batch_req_state.idx_mapping_np, device=self.device, dtype=torch.int64
+                )
+                self.req_states.num_computed_tokens.gpu.index_copy_(0, slots, self.sent[0])
         batch = super().prepare_inputs(
             scheduler_output, batch_req_state, batch_desc, *args, **kwargs
         )
+        if self.asked is not None:
+            self.choose_rows(batch)
         if self.pp.is_first_rank:
             self._begin_rows(batch)
+            if self.chains is not None:
+                # Not by assigning a number: that would wait for the device.
+                self.chains.ran.index_fill_(0, batch.idx_mapping, self.step)
+                self.sent = self.rows_to_send(self.sent)
         elif self.length_predictor is not None:
             self._read_exit(batch)
         return batch
@@ -203,8 +224,12 @@ class SpexisV2Mixin(DrafterMixin):
     def _read_exit(self, batch) -> None:
         """Before the layers run: they work on the received state in place."""
         received, num_reqs = self.received.tensors, batch.num_reqs
-        prompt_len = self.req_states.prompt_len.np[batch.idx_mapping_np]
+        choice = self.choice
+        slots_np = batch.idx_mapping_np if choice is None else choice.slots_np
+        prompt_len = self.req_states.prompt_len.np[slots_np]
         prompt_len = async_tensor_h2d(prompt_len, device=self.device, dtype=torch.int64)
+        if choice is not None:
+            prompt_len = prompt_len[choice.chosen]
         self.exit_rows = self.length_predictor.read(
             received["hidden_states"],
             received["residual"],
@@ -217,13 +242,24 @@ class SpexisV2Mixin(DrafterMixin):
         if self.pp.is_first_rank and self.execute_model_state is not None:
             batch = self.execute_model_state.input_batch
             self._draft_and_advance()
-            self.pp_handler.make_plan(batch, self.num_calls, self.step, self.guess_positions)
+            positions = self.guess_positions
+            if self.choice is not None:
+                batch, positions = self.see_all_requests(), self.positions_of_all(positions)
+            self.pp_handler.make_plan(batch, self.num_calls, self.step, positions)
         output = super().sample_tokens(grammar_output)
-        if output is None or self.exit_rows is None:
+        if output is None:
             return output
-        # The verdict is on its way: nobody who waits for it waits for this.
-        ends = self.length_predictor.ends(self.exit_rows)
-        return AsyncEnds(output, ends, self.main_stream, self.output_copy_stream)
+        ends = None
+        if self.exit_rows is not None:
+            # The verdict is on its way: nobody who waits for it waits for this.
+            ends = self.length_predictor.ends(self.exit_rows)
+            ends = ends if self.choice is None else ends[self.choice.place]
+        rows = None
+        if self.choice is not None and self.pp.is_last_rank:
+            rows = self._received_rows()
+        if ends is None and rows is None:
+            return output
+        return AsyncExtras(output, ends, rows, self.main_stream, self.output_copy_stream)
 
     def postprocess_num_computed_tokens(self, input_batch) -> None:
         """Called on earlier stages, whose positions come from propose() or with the rows."""

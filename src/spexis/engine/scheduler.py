@@ -28,6 +28,7 @@ from spexis.engine.lifeline import end_with_parent, end_with_workers
 from spexis.engine.lookahead import Lookahead
 from spexis.engine.nodes import may_span_nodes
 from spexis.engine.requests import speculates
+from spexis.engine.row_counter import RowCounter
 from spexis.engine.step_chooser import StepChooser
 from spexis.engine.verdict import take_back
 from spexis.guards import check_sources
@@ -73,8 +74,11 @@ class SpexisScheduler(AsyncScheduler):
         self.iteration_log = IterationLog.open(self.spexis_config.iteration_log)
         self._cache_only_verified_blocks()
         self.lookahead = Lookahead(self) if self.spexis_config.lookahead else None
-        chooses = self.mode is Mode.ALPHA and self.spexis_config.selection == "scheduler"
-        self.chooser = StepChooser(self) if chooses else None
+        self.chooser: StepChooser | RowCounter | None = None
+        if self.mode is Mode.ALPHA and self.spexis_config.selection == "scheduler":
+            self.chooser = StepChooser(self)
+        elif self.mode is Mode.ALPHA and vllm_config.use_v2_model_runner:
+            self.chooser = RowCounter(self)  # on V1 the first stage chooses by itself
         self._last_output_time: float | None = None  # None: the pipeline ran empty since
 
     # ------------------------------------------------------------- scheduling
@@ -116,8 +120,8 @@ class SpexisScheduler(AsyncScheduler):
             request.next_decode_eligible_step = self.cadence.next_step(
                 req_id, self.current_step, plain
             )
-        if self.chooser is not None:
-            self.chooser.scheduled(rows)
+        run = None if self.chooser is None else self.chooser.scheduled(rows, scheduler_output)
+        scheduler_output.spexis_run = run  # how many rows the first stage is to choose (v2_choice)
         scheduler_output.spexis_rows = rows
         scheduler_output.spexis_call = self.current_step
         # Workers may apply verdicts up to here without waiting (runner_v1.py).
@@ -180,8 +184,9 @@ class SpexisScheduler(AsyncScheduler):
         num_decode_rows = len(scheduler_output.spexis_rows)
         prefill_tokens = scheduler_output.total_num_scheduled_tokens - num_decode_rows
         if self.chooser is not None:
-            rows = scheduler_output.spexis_rows
-            self.chooser.observe(seconds, tokens, rows, running, prefill_tokens)
+            rows, run = scheduler_output.spexis_rows, scheduler_output.spexis_run
+            run = len(rows) if run is None else run
+            self.chooser.observe(seconds, tokens, rows, running, prefill_tokens, run)
         if self.lookahead is not None:
             self.lookahead.pace.observe(seconds, tokens, running, prefill_tokens)
         if self.live_mode is not None:
@@ -195,7 +200,7 @@ class SpexisScheduler(AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> None:
         sampled = model_runner_output.sampled_token_ids
-        held = getattr(model_runner_output, "held", ())  # selector.py
+        held = getattr(model_runner_output, "held", ())  # selector.py, v2_choice.py
         call = scheduler_output.spexis_call
         outcomes: dict[str, bool] = {}  # of rows that ran, for the chooser: was there a token?
         for req_id, is_guess in scheduler_output.spexis_rows.items():
@@ -229,7 +234,7 @@ class SpexisScheduler(AsyncScheduler):
             self.counters.discarded_rows += 1
             take_back(request)
         if self.chooser is not None:
-            self.chooser.came(list(outcomes), list(outcomes.values()), call)
+            self.chooser.came(outcomes, call, model_runner_output)
 
     # ------------------------------------------------------------ prefix cache
     def _cache_only_verified_blocks(self) -> None:

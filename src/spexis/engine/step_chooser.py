@@ -3,8 +3,8 @@
 
     chooser = StepChooser(scheduler)
     chooser.before_schedule()                    # holds requests whose row does not pay
-    chooser.scheduled(rows)                      # the step's decode rows
-    chooser.came(req_ids, good, step)            # a step's outcomes
+    chooser.scheduled(rows, output)              # the step's decode rows
+    chooser.came(outcomes, step, output)         # a step's outcomes
     chooser.observe(...)                         # and what it took
 
 A held request is not scheduled in the coming step and asked again in the next one. That is all: no
@@ -16,8 +16,8 @@ Invariant: only a request's eligible step is set, so a wrong guess costs time, n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,18 +29,22 @@ if TYPE_CHECKING:
     from spexis.engine.scheduler import SpexisScheduler
 
 
+def selection_setup(scheduler: SpexisScheduler) -> dict[str, Any]:
+    """What the scheduler's choosers begin with, and their journals."""
+    return {
+        "profile": dict(ProfileFile.load(scheduler.spexis_config.profile).block),
+        "num_stages": scheduler.num_stages,
+        "tensor_parallel_size": scheduler.parallel_config.tensor_parallel_size,
+        "max_rows": scheduler.max_num_running_reqs,
+    }
+
+
 class StepChooser:
     def __init__(self, scheduler: SpexisScheduler):
         self.scheduler = scheduler
-        config, parallel = scheduler.spexis_config, scheduler.parallel_config
-        self.setup = {
-            "profile": dict(ProfileFile.load(config.profile).block),
-            "num_stages": scheduler.num_stages,
-            "tensor_parallel_size": parallel.tensor_parallel_size,
-            "max_rows": scheduler.max_num_running_reqs,
-        }
+        self.setup = selection_setup(scheduler)
         self.chooser = OutcomeChooser.from_setup(self.setup)
-        if config.iteration_log is not None:
+        if scheduler.spexis_config.iteration_log is not None:
             self.keep_journal()
 
     def keep_journal(self) -> None:
@@ -72,16 +76,24 @@ class StepChooser:
                 request.next_decode_eligible_step = step + 1
                 s.counters.held += 1
 
-    def scheduled(self, rows: Mapping[str, bool]) -> None:
+    def scheduled(self, rows: Mapping[str, bool], scheduler_output) -> None:
+        """All of them run."""
         if rows:
             self.chooser.ran(list(rows), self.scheduler.current_step)
 
-    def came(self, req_ids: Sequence[str], good: Sequence[bool], step: int) -> None:
-        if req_ids:
-            self.chooser.came(req_ids, good, step)
+    def came(self, outcomes: Mapping[str, bool], step: int, output) -> None:
+        """outcomes: of the rows that ran, whether there was a token."""
+        if outcomes:
+            self.chooser.came(list(outcomes), list(outcomes.values()), step)
 
     def observe(
-        self, seconds: float, tokens: int, rows: Mapping[str, bool], requests: int, prefill: int
+        self,
+        seconds: float,
+        tokens: int,
+        rows: Mapping[str, bool],
+        requests: int,
+        prefill: int,
+        num_run: int,
     ) -> None:
         """A step's outputs came `seconds` after those before; `prefill` prompt tokens ran in it."""
         found = self.scheduler.requests

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 logger = logging.getLogger("vllm.spexis.transfer")
 
-ROWS = "spexis_rows"  # [2, R] int32: position and input token of each row
+ROWS = "spexis_rows"  # [2, R] int32: position and input token of each row; more lines: v2_choice.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,9 @@ class Schema:
             found.append((name, tensor.shape[1], tensor.dtype))
         return cls(tuple(found))
 
-    def check(self, tensors: dict[str, torch.Tensor], num_tokens: int, num_rows: int) -> None:
+    def check(
+        self, tensors: dict[str, torch.Tensor], num_tokens: int, num_rows: int, row_lines: int = 2
+    ) -> None:
         """Raises ValueError unless the tensors are what the other side will wait for."""
         wanted = {name for name, _, _ in self.tensors} | {ROWS}
         if tensors.keys() != wanted:
@@ -69,8 +71,9 @@ class Schema:
             if tensor.dtype != dtype:
                 raise ValueError(f"{name} is {tensor.dtype}, not {dtype}")
         rows = tensors[ROWS]
-        if rows.shape != (2, num_rows) or rows.dtype != torch.int32:
-            raise ValueError(f"{ROWS} is {tuple(rows.shape)} {rows.dtype}, not [2, {num_rows}]")
+        if rows.shape != (row_lines, num_rows) or rows.dtype != torch.int32:
+            wanted = f"[{row_lines}, {num_rows}]"
+            raise ValueError(f"{ROWS} is {tuple(rows.shape)} {rows.dtype}, not {wanted}")
 
 
 class FixedTransfer:
@@ -81,16 +84,18 @@ class FixedTransfer:
         schema: Schema,
         buffers: dict[str, torch.Tensor] | None,
         device: torch.device,
+        row_lines: int = 2,
     ) -> "FixedTransfer":
         """group: the pipeline's GroupCoordinator. buffers: what this stage runs from, each
-        [max tokens, W]; None on the first stage."""
-        transfer = cls(group, schema, buffers, device)
+        [max tokens, W]; None on the first stage. row_lines: of ROWS."""
+        transfer = cls(group, schema, buffers, device, row_lines)
         group.isend_tensor_dict = transfer.isend_tensor_dict
         group.irecv_tensor_dict = transfer.irecv_tensor_dict
         logger.info("Stages send %s without describing them", [n for n, *_ in schema.tensors])
         return transfer
 
-    def __init__(self, group, schema, buffers, device):
+    def __init__(self, group, schema, buffers, device, row_lines=2):
+        self.row_lines = row_lines
         self.schema, self.buffers, self.device = schema, buffers, device
         # As vLLM does: tensors on the CPU have a group of their own.
         self.group = group.cpu_group if device.type == "cpu" else group.device_group
@@ -113,7 +118,7 @@ class FixedTransfer:
         all_gather_tensors: dict[str, bool] | None = None,
     ) -> list:
         """Handles as vLLM's worker wants them: it drops the first, that of the description."""
-        self.schema.check(tensor_dict, self.num_tokens, self.num_rows)
+        self.schema.check(tensor_dict, self.num_tokens, self.num_rows, self.row_lines)
         tensors = [tensor_dict[name][: self.num_tokens] for name, _, _ in self.schema.tensors]
         tensors.append(tensor_dict[ROWS])
         self._sending = [tensor.contiguous() for tensor in tensors]
@@ -130,7 +135,7 @@ class FixedTransfer:
 
         The tensors are whole buffers: rows from T on are those of earlier steps, and finite.
         """
-        rows = torch.empty(2, self.num_rows, dtype=torch.int32, device=self.device)
+        rows = torch.empty(self.row_lines, self.num_rows, dtype=torch.int32, device=self.device)
         received = {name: self.buffers[name] for name, _, _ in self.schema.tensors}
         parts = [buffer[: self.num_tokens] for buffer in received.values()]
         works = [dist.irecv(t, src=self.previous, group=self.group) for t in [*parts, rows]]

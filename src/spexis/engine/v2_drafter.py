@@ -51,6 +51,9 @@ class DrafterMixin:
             self.rows,
             batch.num_reqs_after_padding,
         )
+        if self.chains is not None and batch.has_prefill:
+            rows, count = self.rows, batch.num_reqs
+            self.chains.begun(rows.slots[:count], rows.ends[:count], rows.is_prefill[:count])
 
     def _draft_and_advance(self) -> None:
         if (size := self._graph_size()) is not None:
@@ -69,6 +72,8 @@ class DrafterMixin:
         everyone = self.pp_handler.all_rows[: len(slots)]
         kernels.propose(self.first_stage, slots, positions, guesses.tokens, everyone)
         self.first_stage.confidence[slots.long()] = guesses.confidence
+        if self.chains is not None:
+            self.chains.guessed(slots.long(), positions, guesses.confidence)
 
     def _graph_size(self) -> int | None:
         """Rows of the drafter's graph for this step; None where it drafts eagerly."""

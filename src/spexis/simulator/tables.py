@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from spexis.core.cost_model import CostModel
+from spexis.core.counts import CountChooser
 from spexis.core.outcomes import OutcomeChooser
 from spexis.core.presets import HARDWARE, MEASURED, MODELS, STACKS, estimate_profile
 from spexis.core.profile_file import ProfileFile
@@ -87,6 +88,38 @@ class OutcomeRule:
         run = self.chooser.choose(self._ids[:size], step, self._no_context[:size])
         self._ran[step] = np.flatnonzero(run)
         self.chooser.ran([self._ids[i] for i in self._ran[step]], step)
+        return run
+
+    def on_step(self, seconds: float, tokens: int, rows: int) -> None:
+        self.chooser.observe(seconds, tokens, rows, self.batch, 0.0, 0)
+
+
+class CountRule:
+    """CountChooser likewise: it says how many rows run, from what the step `delay` steps ago had to
+    choose from, and the device which."""
+
+    def __init__(self, cost: CostModel, batch: int, lag: int = 1):
+        self.chooser = CountChooser(Selection(cost, batch), cost.num_stages)
+        self.batch, self.delay = batch, cost.num_stages + lag
+        self._past: dict[int, tuple[np.ndarray, ...]] = {}  # by step: joint, unverified, run, held
+
+    def __call__(self, step: int, rows: Rows) -> np.ndarray:
+        size, n = rows.size, self.chooser.num_stages
+        joint = rows.joint()
+        unverified = (rows.confidence[:, :size] < 1.0).sum(axis=0)
+        known = self._past.get(step - self.delay)
+        later, earlier = (self._past.get(step - self.delay + n - back) for back in (0, 1))
+        if step - self.delay + n == step:  # this very step
+            later = (joint, unverified, None, rows.held[:size].copy())
+        if known is not None and later is not None and earlier is not None:
+            good = known[2] & (later[3] > earlier[3])
+            self.chooser.came(known[0], known[1], known[2], good)
+        self._past.pop(step - self.delay - 1, None)
+        (count,) = self.chooser.choose(size, 0.0)
+        worth = joint + (unverified == 0) * (step - rows.last_fed[:size])  # longest waiting first
+        run = np.zeros(size, bool)
+        run[np.argsort(-worth, kind="stable")[:count]] = True
+        self._past[step] = joint.copy(), unverified, run, rows.held[:size].copy()
         return run
 
     def on_step(self, seconds: float, tokens: int, rows: int) -> None:
@@ -173,15 +206,19 @@ def chooser_row(
     seed: int = 0,
     profile: StageProfile | None = None,
 ) -> dict:
-    """Tokens per second over those without selection: chosen on the first stage by confidences, in
-    the scheduler by outcomes, and there one step late. All requests' drafts are equally good, so
-    outcomes say less than where requests differ."""
+    """Tokens per second over those without selection: chosen on the first stage by confidences; on
+    its device, where the scheduler says how many; in the scheduler by outcomes, and one step late.
+
+    All requests' drafts are equally good, so outcomes say less than where requests differ.
+    """
     profile = _of_stages(profile, stages)
     cost = CostModel.from_profile(profile)
 
     def outcomes(lag: int) -> OutcomeRule:
         # It corrects its cost model by what steps take; the clock's stays as it is.
         return OutcomeRule(CostModel.from_profile(profile), batch, lag)
+
+    counts = CountRule(CostModel.from_profile(profile), batch)
 
     def rate(rule=None) -> float:
         drafts = DraftSource(acceptance, sharpness, seed=seed)
@@ -192,6 +229,7 @@ def chooser_row(
     none = rate()
     rates = {
         "stage": rate(SelectionRule(cost, batch)),
+        "device": rate(counts),
         "scheduler": rate(outcomes(lag=0)),
         "scheduler_late": rate(outcomes(lag=1)),
     }

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many rows a step runs, where a device says which (SP-alpha on the V2 runner).
+
+    chooser = CountChooser(Selection(cost, max_rows=256), num_stages=2)
+    each step:
+        (n,) = chooser.choose(requests, kv_tokens, prefill_tokens)
+        chooser.came(joint, unverified, ran, good)   # of a step that came back, all its requests
+        chooser.observe(seconds, tokens, rows, requests, kv_tokens, prefill_tokens)
+
+A CUDA graph has its size before the step's drafts exist, so the host says how many rows run, and
+the device, which has the confidences, takes the best. The host knows what the candidates of the
+newest step that came back were worth: their confidences travel with it. A step's candidates are
+much like those of N steps before, so it asks Selection as if they were these.
+
+Confidences are calibrated by the rows that ran behind one unverified draft: those say of single
+drafts whether they were right.
+
+Invariant: as in chooser.py; 1 <= n <= requests, and n = requests before anything came back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from spexis.core.acceptance import AcceptanceEstimator
+from spexis.core.chooser import Chooser
+from spexis.core.selection import Selection
+
+
+class CountChooser(Chooser):
+    def __init__(self, selection: Selection, num_stages: int, version: str = ""):
+        super().__init__(selection, num_stages)
+        self.version, self.estimator = version, AcceptanceEstimator()
+        self._joint = np.ones(0)  # of the newest candidates, calibrated, falling
+        self._judged: list[np.ndarray] = []  # calibrated confidences of drafts judged since
+
+    @classmethod
+    def _of(cls, selection: Selection, setup: Mapping[str, Any]) -> CountChooser:
+        return cls(selection, setup["num_stages"], setup.get("version", ""))
+
+    def forget(self, req_id: str) -> None:
+        """Nothing is kept by request."""
+
+    def came(
+        self,
+        joint: np.ndarray,  # [R] product of the confidences of each candidate's unverified drafts
+        unverified: np.ndarray,  # [R] how many those are
+        ran: np.ndarray,  # [R] bool
+        good: np.ndarray,  # [R] bool: it ran and gave a token
+    ) -> None:
+        self.note("came", joint, unverified, ran, good)
+        joint, count = np.asarray(joint, float), np.maximum(unverified, 1)
+        single = self._calibrated(joint ** (1.0 / count))
+        chance = np.where(np.asarray(unverified) > 0, single**count, 1.0)
+        self._joint = -np.sort(-chance)
+        judged = np.asarray(ran, bool) & (np.asarray(unverified) == 1)
+        if judged.any():
+            nothing = np.zeros(int(judged.sum()))
+            self.estimator.observe(
+                self.version, joint[judged], nothing, nothing, nothing, np.asarray(good)[judged]
+            )
+            self._judged.append(single[judged])
+
+    def _calibrated(self, confidence: np.ndarray) -> np.ndarray:
+        nothing = np.zeros(len(confidence))
+        return self.estimator.probability(self.version, confidence, nothing, nothing, nothing)
+
+    def observe(
+        self,
+        seconds: float,
+        tokens: int,
+        rows: int,
+        requests: int,
+        kv_tokens: float,
+        prefill_tokens: int,
+    ) -> None:
+        """The step of the newest outcomes; seconds: since those before it."""
+        self.note("observe", seconds, tokens, rows, requests, kv_tokens, prefill_tokens)
+        judged = np.concatenate(self._judged) if self._judged else None
+        self._judged = []
+        self.learn(seconds, tokens, rows, requests, kv_tokens, prefill_tokens, judged)
+
+    def choose(self, requests: int, kv_tokens: float, prefill_tokens: int = 0) -> np.ndarray:
+        """[1] rows that run; kv_tokens: of all candidates together."""
+        self.note("choose", requests, kv_tokens, prefill_tokens)
+        if not len(self._joint):
+            return self.decided(np.array([requests]))
+        # As many candidates as there are now, worth what the newest known were.
+        at = (np.arange(requests) + 0.5) * (len(self._joint) / requests)
+        joint = self._joint[at.astype(np.int64)]
+        share = np.full(requests, kv_tokens / requests)
+        # Unlike where rows are named, those whose input is verified may have to wait: the device
+        # takes first who waited longest, so that each runs in its turn, as in plain PP.
+        run = self.selection.select(joint, share, prefill_tokens)
+        return self.decided(np.array([max(int(run.sum()), 1)]))
