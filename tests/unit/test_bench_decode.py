@@ -153,6 +153,8 @@ def test_prompt_chunks_have_a_step_each_and_are_new_to_the_prefix_cache(monkeypa
     assert core.limits == [46] * 4 and core.scheduler.max_num_scheduled_tokens == 64
     child.prefill(tokens=46, count=3)
     assert len({index for index, *_ in added}) == 8 and all(a[1:] == (46, 1) for a in added)
+    # random.Random takes -3 for 3: these must not be the prompts of a batch's rows either.
+    assert min(index for index, *_ in added) > 100_000
     assert "46 tokens at most" in child.prefill(tokens=47, count=3)["skipped"]  # of a step
     config.scheduler_config.max_num_batched_tokens = 64
     assert "50 tokens at most" in child.prefill(tokens=51, count=3)["skipped"]  # of the KV cache

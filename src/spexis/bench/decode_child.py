@@ -26,6 +26,7 @@ from typing import Any
 from spexis.bench.decode import DecodeSpec, arrivals, llm_arguments, window_spread
 from spexis.bench.engines import end_child
 
+NEW_PROMPTS = 1_000_000  # above the rows of any batch, whose prompts are seeded by their index
 EXTENSION = "spexis.bench.worker_extension.BenchWorker"
 
 
@@ -154,7 +155,7 @@ class Child:
         try:
             for _ in range(1 + count):
                 self.num_prompts += 1  # a new one: the prefix cache must not know it
-                self._add(-self.num_prompts, tokens, max_tokens=1)
+                self._add(NEW_PROMPTS + self.num_prompts, tokens, max_tokens=1)
             times: list[float] = []
             while len(times) <= count:
                 outputs = self.engine.engine_core.get_output().outputs

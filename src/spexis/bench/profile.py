@@ -186,15 +186,16 @@ def measure_stage(
     on_point: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Times of one stage; the part of the profile between "device" and "link_seconds"."""
+    # Longer chunks are skipped, with the reason.
+    most = int(dims.read_config(model).get("max_position_embeddings") or max(chunks, default=0) + 1)
+    longest = min(max(chunks, default=0) + 1, most)
     with tempfile.TemporaryDirectory() as folder:
         spec = DecodeSpec(
             model=dims.write_model(model, folder, layers),
             device=device,
             tensor=tensor,
             max_num_seqs=max(batches),
-            max_model_len=max(
-                2048, max(contexts) + tokens + 64 + max(batches) // 4, max(chunks, default=0) + 1
-            ),
+            max_model_len=max(2048, max(contexts) + tokens + 64 + max(batches) // 4, longest),
             options=options,
         )
         points, skipped = [], []
