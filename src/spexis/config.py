@@ -25,7 +25,7 @@ SELECTIONS = ("stage", "scheduler")
 DRAFTER_KEYS: dict[str, tuple[str, ...]] = {
     "exit": ("model", "draft_vocab_size"),
     "oracle": ("reference", "acceptance", "seed"),
-    "synthetic": ("acceptance", "seed"),
+    "synthetic": ("acceptance", "seed", "sharpness"),
     "none": (),
 }
 
@@ -50,6 +50,9 @@ class DrafterConfig:
     """oracle, synthetic: probability that a draft is right, 0 to 1."""
     seed: int = 0
     """oracle, synthetic: seed of the choice which drafts are right."""
+    sharpness: float | None = None
+    """synthetic: drafts differ in how likely they are right and say so; small numbers: a lot (the
+    `sharpness` of simulator/drafts.py); null: all alike."""
 
     @property
     def lossless(self) -> bool:
@@ -235,6 +238,12 @@ def _share(value: Any, path: str) -> float:
     raise ConfigError(f"{path} is {value!r}: allowed is a number from 0 to 1")
 
 
+def _positive_or_null(value: Any, path: str) -> float | None:
+    if value is None or (_seconds(value, path) > 0):
+        return value
+    raise ConfigError(f"{path} is {value!r}: allowed are a number above 0 or null")
+
+
 def _layers_or_null(value: Any, path: str) -> tuple[int, ...] | None:
     if value is None:
         return None
@@ -280,6 +289,7 @@ _DRAFTER_FIELDS: dict[str, _Check] = {
     "reference": _text_or_null,
     "acceptance": _share,
     "seed": _whole,
+    "sharpness": _positive_or_null,
 }
 
 _PLACEMENT_FIELDS: dict[str, _Check] = {

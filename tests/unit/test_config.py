@@ -51,7 +51,7 @@ def test_public_options_are_frozen():
     assert DRAFTER_KEYS == {
         "exit": ("model", "draft_vocab_size"),
         "oracle": ("reference", "acceptance", "seed"),
-        "synthetic": ("acceptance", "seed"),
+        "synthetic": ("acceptance", "seed", "sharpness"),
         "none": (),
     }
 
@@ -65,6 +65,7 @@ def test_public_options_are_frozen():
         {"drafter": ORACLE, "steps_in_flight": 3},
         {"drafter": {"method": "synthetic", "acceptance": 1}, "iteration_log": "a.jsonl"},
         {"drafter": {"method": "none"}, "timeline_log": "t"},
+        {"drafter": {"method": "synthetic", "acceptance": 0.7, "sharpness": 1.5}},
         {"placement": {"layers": [16, 14]}},
         {"placement": {"profile": "p.json", "rows": 64, "drafter_seconds": 0.001}},
         {"placement": None},
@@ -88,6 +89,10 @@ def test_round_trip_is_json_and_stable(block):
         ("exit", ["spexis is 'exit'"]),
         ({"draftr": {}}, ["spexis.draftr", "did you mean drafter?", "steps_in_flight"]),
         ({"drafter": "exit"}, ["spexis.drafter is 'exit'", "JSON object"]),
+        (
+            {"drafter": {"method": "synthetic", "sharpness": 0}},
+            ["spexis.drafter.sharpness is 0", "a number above 0"],
+        ),
         ({"drafter": {"method": "exti"}}, ["'exti'", "did you mean exit?", "oracle, synthetic"]),
         ({"drafter": {"method": None}}, ["spexis.drafter.method is None"]),
         ({"drafter": {"modle": "x"}}, ["spexis.drafter.modle = 'x'", "did you mean model?"]),

@@ -114,7 +114,7 @@ def test_the_scheduler_counts_and_the_log_says_why(tmp_path):
         counter.observe(0.03, 8, rows, 16, 0, 12)
     count = counter.scheduled(rows, step(names))
     assert 6 <= count <= 10
-    counter.came({}, 31, SpexisOutput(names, {}, []))  # a step that ran whole says nothing
+    counter.came({}, 31, SpexisOutput(names, {}, []))  # a step with prompts says nothing
     # What was decided follows from the journal alone.
     lines = [{"selection": json.loads(json.dumps(counter.chooser.take_journal()))}]
     assert replay(lines) == []

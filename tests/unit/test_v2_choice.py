@@ -124,13 +124,22 @@ def test_what_travels_tells_the_held_ones():
     stage = RowChoiceMixin()
     stage.device, stage.choice = CPU, choose([True, False, False])
     stage.offered = torch.tensor([0.2, 1.0, 0.7]), tensor([1, 0, 1])
-    sent = stage.rows_to_send(torch.tensor([[7, 8], [70, 80]], dtype=torch.int32))
+    rows = torch.tensor([[7, 8], [70, 80]], dtype=torch.int32)
+    sent = stage.rows_to_send(None, rows)
     assert sent[0].tolist() == [HELD, 7, 8] and sent[1, 1:].tolist() == [70, 80]
     assert sent[2].view(torch.float32).tolist() == pytest.approx([0.2, 1.0, 0.7])
     assert sent[3].tolist() == [1, 0, 1]
     assert stage.positions_of_all(tensor([8, 9])).tolist() == [0, 8, 9]
-    stage.choice = None  # a step that runs whole has as many lines
-    assert stage.rows_to_send(torch.ones(2, 3, dtype=torch.int32)).shape == (4, 3)
+    # A step that runs whole has as many lines, and says what there was unless it holds prompts.
+    stage.choice, stage.chains = None, Chains(3, 4, CPU)
+    stage.chains.verified[:3] = tensor([6, 7, 0])
+    stage.chains.guessed(tensor([0]), tensor([7]), torch.tensor([0.5]))
+    batch = SimpleNamespace(has_prefill=False, idx_mapping=tensor([0, 1]))
+    sent = stage.rows_to_send(batch, rows)
+    assert torch.equal(sent[:2], rows) and sent[3].tolist() == [1, 1]
+    assert sent[2].view(torch.float32).tolist() == [0.5, 1.0]
+    batch.has_prefill = True
+    assert stage.rows_to_send(batch, rows).shape == (4, 2)
 
 
 def test_the_scheduler_hears_who_was_held(monkeypatch):

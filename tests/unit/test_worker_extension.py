@@ -45,6 +45,31 @@ def test_acceptance_changes_without_another_engine(sp):
     assert drafter.version == "synthetic-0.9"
 
 
+@pytest.mark.parametrize("sharpness", [0.5, 4.0])
+def test_sharp_drafts_are_right_as_often_as_they_say(sharpness):
+    config = DrafterConfig(method="synthetic", acceptance=0.5, sharpness=sharpness)
+    drafter = SyntheticDrafter(config, SimpleNamespace(**vars(worker().model_runner)))
+    drafter.set_acceptance(0.7)
+    positions, tokens = torch.arange(ROWS), torch.arange(ROWS) * 7 % 1000
+    guesses = drafter.propose(SimpleNamespace(draft_positions=positions, tokens=tokens))
+    right = (drafter.overrule(positions.int(), tokens.int()) == guesses.tokens).float()
+    assert right.mean().item() == pytest.approx(0.7, abs=0.02)
+    bins = (guesses.confidence * 5).long().clamp(max=4)
+    spread = guesses.confidence.std().item()
+    assert spread == pytest.approx((0.21 / (1 + sharpness)) ** 0.5, abs=0.02)
+    for place in range(5):
+        inside = bins == place
+        if inside.sum() > 500:
+            said, came = guesses.confidence[inside].mean(), right[inside].mean()
+            assert came.item() == pytest.approx(said.item(), abs=0.05)
+    drafter.set_acceptance(1.0)
+    assert (
+        drafter.propose(SimpleNamespace(draft_positions=positions, tokens=tokens))
+        .confidence.eq(1)
+        .all()
+    )
+
+
 def test_stages_without_a_drafter_say_so(sp):
     assert worker().bench_set_acceptance(0.9) is False
     assert worker(spexis_drafter=None).bench_set_acceptance(0.9) is False

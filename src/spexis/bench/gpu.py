@@ -91,6 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--step-times", metavar="FILE", help="of `spexis profile`: what alpha2 selects drafts by"
     )
+    parser.add_argument(
+        "--sharpness",
+        type=positive,
+        help="drafts differ in how likely they are right, and say so: for alpha2 and device2",
+    )
     parser.add_argument("--output", help="JSON file (default: PRESET-DIMS.json)")
     parser.add_argument("--resume", action="store_true", help="go on with what --output holds")
     parser.add_argument("--stop-after", type=positive, metavar="SECONDS", help="then stop in order")
@@ -175,6 +180,7 @@ class GpuBench:
             "stock_split": self.args.stock_split,
             "options": self.options,
             "step_times": self.args.step_times,
+            "sharpness": self.args.sharpness,
         }
 
     def _record(self) -> dict[str, Any]:
@@ -362,7 +368,7 @@ class GpuBench:
             device=self.device,
             stages=kind.stages,
             tensor=kind.tensor,
-            drafter={"method": kind.drafter} if kind.drafter else None,
+            drafter=self.drafter(kind),
             settings=self.block(kind),
             split=self.split(kind),
             p2p=kind.p2p,
@@ -370,6 +376,11 @@ class GpuBench:
             max_model_len=self.args.max_model_len,
             options=self.options,
         )
+
+    def drafter(self, kind: Kind) -> dict[str, Any] | None:
+        if kind.drafter != "synthetic" or self.args.sharpness is None:
+            return {"method": kind.drafter} if kind.drafter else None
+        return {"method": kind.drafter, "sharpness": self.args.sharpness}
 
     def block(self, kind: Kind) -> dict[str, Any]:
         """Of the spexis block, all but drafter and placement."""

@@ -100,6 +100,7 @@ EXTRA: dict[str, tuple[Kind, ...]] = {
                 ("described2", {"fixed_transfer": False}),
                 # Needs --step-times, and --warm too.
                 ("alpha2", {"mode": "sp-alpha", "selection": "scheduler"}),
+                ("device2", {"mode": "sp-alpha", "selection": "stage"}),
             )
         ),
     ),

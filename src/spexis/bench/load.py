@@ -52,6 +52,7 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     "auto-look": {"mode": "auto", "lookahead": True},
     # With --step-times:
     "alpha": {"mode": "sp-alpha", "selection": "scheduler"},
+    "device": {"mode": "sp-alpha", "selection": "stage"},
     "alpha-look": {"mode": "sp-alpha", "selection": "scheduler", "lookahead": True},
 }
 START_TIMEOUT = 900.0  # seconds
@@ -98,8 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """What can be wrong is found before servers start; from then on SIGTERM ends as Ctrl-C does."""
-    if any(name.startswith("alpha") for name in args.engines) and not args.step_times:
-        raise ConfigError("--engines alpha needs --step-times FILE: write one by `spexis profile`")
+    selecting = [n for n in args.engines if (ENGINES[n] or {}).get("mode") == "sp-alpha"]
+    if selecting and not args.step_times:
+        raise ConfigError(
+            f"--engines {selecting[0]} needs --step-times FILE: write one by `spexis profile`"
+        )
     if args.rates and not args.trace:
         raise ConfigError("--rates needs --trace FILE: how requests arrive, and their lengths")
     if args.trace:  # says what is wrong with it before servers start

@@ -9,9 +9,9 @@
 The demo model at PP=2 on a CPU, few KV blocks, requests that come faster than they are served.
 Three engines in alternation, each round with other requests: stock vLLM, Spexis, Spexis with
 look-ahead; then Spexis with and without look-ahead where memory is ample. Lengths are the Azure
-conversation trace's (2023), prompts scaled by 1/16 and answers by 3/4: its quantiles, or the trace
-itself by --trace. Answers are long beside prompts then, as where memory runs short: requests are
-let in because their prompts fit, and grow.
+conversation trace's (2023), prompts scaled by 1/32, answers at most 384: its quantiles, or the
+trace itself by --trace. Answers are long beside prompts then, as where memory runs short: requests
+are let in because their prompts fit, and grow.
 
 No engine may know an answer's length beforehand, so it is not the limit that ends it: a reference
 run writes each answer longer than wanted, and the request's stop token is one that first occurs
@@ -52,7 +52,7 @@ PROMPTS = (2, 181, 207, 372, 387, 396, 403, 414, 703, 984, 1020)
 PROMPTS += (1045, 1071, 1097, 1130, 1189, 1315, 1876, 2734, 4083, 14050)
 ANSWERS = (7, 41, 54, 67, 77, 85, 91, 96, 103, 113, 129)
 ANSWERS += (151, 177, 217, 384, 395, 400, 411, 424, 451, 1000)
-PROMPT_SCALE, ANSWER_SCALE = 1 / 16, 3 / 4
+PROMPT_SCALE, ANSWER_SCALE = 1 / 32, 1
 MOST = 384  # tokens of a prompt; of an answer
 LIMIT = 400  # max_tokens that every request states
 SLACK = 24  # tokens of the reference beyond the wanted end

@@ -26,7 +26,7 @@ class SpexisOutput(ModelRunnerOutput):
 
     offered: np.ndarray | None = None
     """[2, R] float: of each request the product of its unverified guesses' confidences, and their
-    number, when a device chose among the rows (v2_choice.py); None where all rows ran."""
+    number, as the first stage's device saw them (v2_choice.py); None in a step with prompts."""
 
     @classmethod
     def of(cls, output: ModelRunnerOutput, **extras) -> SpexisOutput:

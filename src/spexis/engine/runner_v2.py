@@ -216,7 +216,7 @@ class SpexisV2Mixin(RowChoiceMixin, DrafterMixin):
             if self.chains is not None:
                 # Not by assigning a number: that would wait for the device.
                 self.chains.ran.index_fill_(0, batch.idx_mapping, self.step)
-                self.sent = self.rows_to_send(self.sent)
+                self.sent = self.rows_to_send(batch, self.sent)
         elif self.length_predictor is not None:
             self._read_exit(batch)
         return batch
@@ -246,6 +246,7 @@ class SpexisV2Mixin(RowChoiceMixin, DrafterMixin):
             if self.choice is not None:
                 batch, positions = self.see_all_requests(), self.positions_of_all(positions)
             self.pp_handler.make_plan(batch, self.num_calls, self.step, positions)
+        rows = self._offered_rows()
         output = super().sample_tokens(grammar_output)
         if output is None:
             return output
@@ -254,12 +255,16 @@ class SpexisV2Mixin(RowChoiceMixin, DrafterMixin):
             # The verdict is on its way: nobody who waits for it waits for this.
             ends = self.length_predictor.ends(self.exit_rows)
             ends = ends if self.choice is None else ends[self.choice.place]
-        rows = None
-        if self.choice is not None and self.pp.is_last_rank:
-            rows = self._received_rows()
         if ends is None and rows is None:
             return output
         return AsyncExtras(output, ends, rows, self.main_stream, self.output_copy_stream)
+
+    def _offered_rows(self) -> torch.Tensor | None:
+        """On the last stage: [4, B] what the first one had to choose from, for the scheduler."""
+        if not (self.selecting and self.pp.is_last_rank) or self.execute_model_state is None:
+            return None
+        has_prefill = self.execute_model_state.input_batch.has_prefill
+        return None if has_prefill else self._received_rows()
 
     def postprocess_num_computed_tokens(self, input_batch) -> None:
         """Called on earlier stages, whose positions come from propose() or with the rows."""

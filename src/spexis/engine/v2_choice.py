@@ -142,6 +142,7 @@ def first_rows(scheduler_output, num_rows: int):
 
 
 class RowChoiceMixin:
+    selecting = False
     chains: Chains | None = None  # on the first stage, where it chooses
     asked: list[str] | None = None  # the step's requests, where it is chosen among them
     choice: Choice | None = None
@@ -214,10 +215,14 @@ class RowChoiceMixin:
         longest = int(states.num_computed_tokens_np[slots_np].max()) + 1
         batch.seq_lens_cpu_upper_bound[:num_rows] = longest
 
-    def rows_to_send(self, sent: torch.Tensor) -> torch.Tensor:
+    def rows_to_send(self, batch: InputBatch, sent: torch.Tensor) -> torch.Tensor:
         """[4, B] int32 of [2, n], positions and tokens of the rows that run (n = B: all)."""
         if self.choice is None:
-            return torch.cat([sent, torch.zeros_like(sent)])
+            if batch.has_prefill:  # nobody looks at the other lines
+                return torch.cat([sent, torch.zeros_like(sent)])
+            joint, unverified = self.chains.worth(batch.idx_mapping, sent[0].long())
+            offered = joint.view(torch.int32), unverified.to(torch.int32)
+            return torch.stack([*sent, *offered])
         joint, unverified = self.offered
         rows = torch.empty(CHOICE_LINES, len(joint), dtype=torch.int32, device=self.device)
         rows[0] = HELD
