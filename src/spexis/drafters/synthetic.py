@@ -15,7 +15,6 @@ from spexis.config import DrafterConfig
 from spexis.drafters.base import Drafter, DraftRows, Guesses
 from spexis.engine import kernels
 
-
 CHANCES = 4096  # different ones
 
 
