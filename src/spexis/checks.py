@@ -187,13 +187,11 @@ def _check_selection(config: Any, spexis: SpexisConfig) -> None:
         return
     parallel = config.parallel_config
     if config.use_v2_model_runner and spexis.selection == "stage":
-        hint = 'use selection "scheduler", or null'  # on vLLM's V2 runner
+        hint = 'use "scheduler", or null'
         if parallel.tensor_parallel_size > 1:
-            refuse('spexis.selection "stage" has not run with tensor-parallel stages here', hint)
+            refuse('spexis.selection "stage" is not tested with tensor parallelism on V2', hint)
         if spexis.drafter.method == "oracle":
-            refuse(
-                'the oracle drafter asks who a row is of, which "stage" leaves to the device', hint
-            )
+            refuse('spexis.selection "stage" on V2 hides from the oracle whose row runs', hint)
     file = ProfileFile.load(spexis.profile)
     file.check_model(config.model_config.hf_text_config)
     file.cost_model(parallel.pipeline_parallel_size, parallel.tensor_parallel_size)

@@ -58,7 +58,6 @@ def test_checks_of_one_stage(tmp_path, states: bool):
     assert memory["drafter"]["kv_cache"] == pytest.approx((1 << 30) / 2, rel=0.01)
 
 
-@pytest.mark.slow
 def test_the_device_chooses_rows(tmp_path):
     out = tmp_path / "out.json"
     run(str(TESTS / "gpu" / "stage_checks.py"), str(out), "--choose")

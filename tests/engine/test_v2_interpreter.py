@@ -191,9 +191,8 @@ def test_rows_chosen_by_the_scheduler(world: World, tmp_path: Path):
     assert 0 < run["counters"]["accepted"] < run["counters"]["drafts"]
 
 
-@pytest.mark.parametrize(
-    "stages", [2, pytest.param([3, 2, 1], marks=pytest.mark.slow, id="three stages")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, pytest.param([3, 2, 1], id="three stages")])
 def test_rows_chosen_by_the_device(world: World, tmp_path: Path, stages):
     """The same, where the scheduler says how many rows run and the first stage's device which."""
     profile = steep_profile(tmp_path / "steep.json", row_seconds=0.1)
@@ -209,7 +208,7 @@ def test_rows_chosen_by_the_device(world: World, tmp_path: Path, stages):
         spexis["length_predictor"] = world.predictor
         spexis["lookahead"] = True
     else:
-        spexis["placement"] = {"layers": stages}
+        spexis |= {"placement": {"layers": stages}, "fixed_transfer": False}
     count = 2 if stages == 2 else len(stages)
     options = ["--stages", str(count), "--blocks", "11", "--abort", "--spexis", json.dumps(spexis)]
     run = world.run(f"chosen-{count}", *options)

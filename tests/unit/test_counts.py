@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from spexis import checks
+from spexis.config import ConfigError
 from spexis.core.counts import CountChooser
 from spexis.core.presets import MEASURED
 from spexis.core.replay import replay
@@ -136,3 +138,17 @@ def test_steps_that_run_whole(tmp_path, case):
     assert counter.scheduled(rows, output) is None
     if case != "one row":
         assert counter.scheduled({"a": True, "c": False}, step(["a", "c"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "method", "words"),
+    [(2, "exit", "not tested with tensor parallelism"), (1, "oracle", "hides from the oracle")],
+)
+def test_what_a_device_cannot_choose_is_refused(ranks, method, words):
+    spexis = SimpleNamespace(
+        mode="sp-alpha", selection="stage", drafter=SimpleNamespace(method=method)
+    )
+    parallel = SimpleNamespace(tensor_parallel_size=ranks)
+    config = SimpleNamespace(use_v2_model_runner=True, parallel_config=parallel)
+    with pytest.raises(ConfigError, match=words):
+        checks._check_selection(config, spexis)
