@@ -10,7 +10,6 @@ import pytest
 from spexis import checks
 from spexis.config import ConfigError
 from spexis.core.counts import CountChooser
-from spexis.core.presets import MEASURED
 from spexis.core.replay import replay
 from spexis.engine import row_counter
 from spexis.engine.outputs import SpexisOutput
@@ -37,7 +36,8 @@ def fed(chooser, joint, steps=30, right=None):
     for _ in range(steps):
         chance = joint if right is None else np.where(unverified > 0, right, 1.0)
         good = rng.random(len(joint)) < chance
-        chooser.came(joint, unverified, np.ones(len(joint), bool), good)
+        all_of_them = np.ones(len(joint), bool)
+        chooser.came(joint, unverified, all_of_them, all_of_them, good)
         chooser.observe(0.02, int(good.sum()), len(joint), len(joint), 0.0, 0)
     return chooser
 
@@ -65,12 +65,23 @@ def test_confidences_are_calibrated_by_what_came():
     assert believed.choose(32, 0.0).tolist() == [32]
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_simulated_on_the_measured_curve(stages):
+@pytest.mark.parametrize(("stages", "acceptance"), [(2, 0.65), (2, 0.8), (4, 0.65)])
+def test_simulated_on_the_measured_curve(stages, acceptance):
     """Nearly as good as where the first stage sees everything, and better than outcomes alone."""
-    row = chooser_row(stages, 192, 0.65, steps=400)
+    row = chooser_row(stages, 192, acceptance, steps=400)
     assert row["device"] > row["stage"] - 0.03 and row["device"] > row["scheduler"] + 0.05
-    assert MEASURED[f"h200-llama-70b-pp{stages}"]
+
+
+def test_each_draft_counts_once_whether_it_ran_or_not():
+    chooser = CountChooser.from_setup(setup(steep=0.002))
+    joint, one = np.array([0.9, 0.9, 0.2, 0.2]), np.ones(4, int)
+    ran = np.array([True, True, False, False])
+    for step in range(50):  # the two that are unlikely are held all the time
+        chooser.came(joint, one, ran if step else ran | True, ran, ran)
+        chooser.observe(0.02, 2, 2, 4, 0.0, 0)
+    # 100 of .9, two of .2, and the 20 that it began with.
+    assert chooser.selection.histogram.mean > 0.8
+    assert chooser.selection.histogram.weight.sum() == pytest.approx(120, abs=6)
 
 
 # -- in the scheduler ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
     chooser = CountChooser(Selection(cost, max_rows=256), num_stages=2)
     each step:
         (n,) = chooser.choose(requests, kv_tokens, prefill_tokens)
-        chooser.came(joint, unverified, ran, good)   # of a step that came back, all its requests
+        chooser.came(joint, unverified, fresh, ran, good)   # of a step that came back, all requests
         chooser.observe(seconds, tokens, rows, requests, kv_tokens, prefill_tokens)
 
 A CUDA graph has its size before the step's drafts exist, so the host says how many rows run, and
@@ -35,7 +35,7 @@ class CountChooser(Chooser):
         super().__init__(selection, num_stages)
         self.version, self.estimator = version, AcceptanceEstimator()
         self._joint = np.ones(0)  # of the newest candidates, calibrated, falling
-        self._judged: list[np.ndarray] = []  # calibrated confidences of drafts judged since
+        self._drafted: list[np.ndarray] = []  # calibrated confidences of drafts made since
 
     @classmethod
     def _of(cls, selection: Selection, setup: Mapping[str, Any]) -> CountChooser:
@@ -48,21 +48,25 @@ class CountChooser(Chooser):
         self,
         joint: np.ndarray,  # [R] product of the confidences of each candidate's unverified drafts
         unverified: np.ndarray,  # [R] how many those are
+        fresh: np.ndarray,  # [R] bool: its newest draft was made in the step before
         ran: np.ndarray,  # [R] bool
         good: np.ndarray,  # [R] bool: it ran and gave a token
     ) -> None:
-        self.note("came", joint, unverified, ran, good)
+        self.note("came", joint, unverified, fresh, ran, good)
         joint, count = np.asarray(joint, float), np.maximum(unverified, 1)
         single = self._calibrated(joint ** (1.0 / count))
         chance = np.where(np.asarray(unverified) > 0, single**count, 1.0)
         self._joint = -np.sort(-chance)
+        # Each draft counts once, also of those that are held: else they would look better than
+        # they are, or worse, by what is done with them.
+        new = np.asarray(fresh, bool) & (np.asarray(unverified) > 0)
+        self._drafted.append(single[new])
         judged = np.asarray(ran, bool) & (np.asarray(unverified) == 1)
         if judged.any():
             nothing = np.zeros(int(judged.sum()))
             self.estimator.observe(
                 self.version, joint[judged], nothing, nothing, nothing, np.asarray(good)[judged]
             )
-            self._judged.append(single[judged])
 
     def _calibrated(self, confidence: np.ndarray) -> np.ndarray:
         nothing = np.zeros(len(confidence))
@@ -79,9 +83,9 @@ class CountChooser(Chooser):
     ) -> None:
         """The step of the newest outcomes; seconds: since those before it."""
         self.note("observe", seconds, tokens, rows, requests, kv_tokens, prefill_tokens)
-        judged = np.concatenate(self._judged) if self._judged else None
-        self._judged = []
-        self.learn(seconds, tokens, rows, requests, kv_tokens, prefill_tokens, judged)
+        drafted = np.concatenate(self._drafted) if self._drafted else None
+        self._drafted = []
+        self.learn(seconds, tokens, rows, requests, kv_tokens, prefill_tokens, drafted)
 
     def choose(self, requests: int, kv_tokens: float, prefill_tokens: int = 0) -> np.ndarray:
         """[1] rows that run; kv_tokens: of all candidates together."""

@@ -31,6 +31,7 @@ class RowCounter:
         self.scheduler = scheduler
         self.setup = {"kind": "counts", **selection_setup(scheduler)}
         self.chooser = CountChooser.from_setup(self.setup)
+        self._ran: set[str] = set()  # whose row ran in the newest step that came back
         if scheduler.spexis_config.iteration_log is not None:
             self.keep_journal()
 
@@ -58,6 +59,7 @@ class RowCounter:
         """outcomes: of the rows that ran, whether there was a token."""
         offered = getattr(output, "offered", None)
         if offered is None:
+            self._ran = set(outcomes)
             return
         known = [i for i, r in enumerate(output.req_ids) if r in outcomes or r in output.held]
         if known:
@@ -66,9 +68,11 @@ class RowCounter:
             self.chooser.came(
                 joint,
                 unverified,
+                np.array([name in self._ran for name in names]),
                 np.array([name not in output.held for name in names]),
                 np.array([outcomes.get(name, False) for name in names]),
             )
+        self._ran = set(outcomes)
 
     def observe(
         self,

@@ -113,8 +113,10 @@ class CountRule:
             later = (joint, unverified, None, rows.held[:size].copy())
         if known is not None and later is not None and earlier is not None:
             good = known[2] & (later[3] > earlier[3])
-            self.chooser.came(known[0], known[1], known[2], good)
-        self._past.pop(step - self.delay - 1, None)
+            before = self._past.get(step - self.delay - 1)
+            fresh = np.ones(size, bool) if before is None else before[2]
+            self.chooser.came(known[0], known[1], fresh, known[2], good)
+        self._past.pop(step - self.delay - 2, None)
         (count,) = self.chooser.choose(size, 0.0)
         worth = joint + (unverified == 0) * (step - rows.last_fed[:size])  # longest waiting first
         run = np.zeros(size, bool)
