@@ -383,7 +383,7 @@ def test_rows_held_by_the_first_stage(make_config, num_stages, more):
 )
 def test_rows_chosen_by_the_scheduler(make_config, tmp_path, num_stages, more, lookahead):
     chosen = {"mode": "sp-alpha", "selection": "scheduler", "lookahead": lookahead}
-    profile = steep_profile(tmp_path / "steep.json")
+    profile = steep_profile(tmp_path / "steep.json", num_layers=4)
     totals = run(
         make_config, num_stages, more, range(30), tight=lookahead, profile=profile, **chosen
     )
