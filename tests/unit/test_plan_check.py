@@ -33,6 +33,15 @@ def test_two_h200s(capsys):
         assert low > -0.03 and high < (0.13 if far else 0.02)
 
 
+def test_all_that_is_stored(capsys, monkeypatch):
+    """`make plan-check`: GPUs, and on a newer CPU TP2, the fastest there but for 4 streams."""
+    monkeypatch.chdir(ROOT)
+    code, _, result = run(capsys)
+    assert (code, result["cases"], result["wrong"]) == (0, 59, 0)
+    setting = result["settings"]["2026-11-30-cpu-streams-avx512 p2p"]
+    assert setting["cases"] == 3 and setting["all_reduce_by"] == "vllm"
+
+
 @pytest.mark.parametrize(("by_vllm", "wrong"), [(None, True), (15e-6, False)])
 def test_nccls_all_reduce_leads_astray_where_vllm_has_its_own(by_vllm, wrong, capsys, tmp_path):
     """On devices without a preset. Were vLLM's 15 us, about what rates leave at few rows, all would

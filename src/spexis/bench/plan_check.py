@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make plan-check`: does the planner choose what was measured to be fastest?
 
-    python -m spexis.bench.plan_check                       # the stored results of two H200s
+    python -m spexis.bench.plan_check         # the stored results of two H200s and of two CPU cores
     python -m spexis.bench.plan_check --profile P.json --results A.json B.json
     python -m spexis.bench.plan_check --cpu-profile P.json --cpu-results bench-cpu.json
 
@@ -34,6 +34,8 @@ from spexis.core.profile_file import ProfileFile
 RESULTS = Path("benchmarks/results")
 PROFILE = RESULTS / "2026-11-30-gpu-profile-l70.json"
 GPU_RESULTS = (RESULTS / "gpu2-l70-2026-11-30.json", RESULTS / "gpu2-l70-2026-11-30-b.json")
+CPU_PROFILE = RESULTS / "2026-11-30-cpu-profile-avx512.json"
+CPU_RESULTS = (RESULTS / "2026-11-30-cpu-streams-avx512.json",)
 STREAMS = ("1", "4", "16")  # of the CPU's results
 MODES = ("pp", "tp", "sp")
 WANTED = 0.97
@@ -87,14 +89,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="plan-check", description=__doc__.splitlines()[0])
     parser.add_argument("--profile", default=str(PROFILE), help="of the GPUs")
-    parser.add_argument("--results", nargs="*", default=[str(path) for path in GPU_RESULTS])
+    parser.add_argument("--results", nargs="*", help="of GPUs; nothing given: all stored ones")
     parser.add_argument("--cpu-profile", help="of the CPU and the random-weight model")
-    parser.add_argument("--cpu-results", nargs="*", default=[])
+    parser.add_argument("--cpu-results", nargs="*")
     parser.add_argument("--cpu-context", type=int, default=128, help="mean tokens of a request")
     return parser
 
 
 def check_all(args: argparse.Namespace) -> list[Checked]:
+    if args.results is None and args.cpu_results is None:
+        args.results, args.cpu_results = GPU_RESULTS, CPU_RESULTS
+        args.cpu_profile = args.cpu_profile or CPU_PROFILE
     if args.cpu_results and not args.cpu_profile:
         raise ConfigError("--cpu-results needs --cpu-profile: write one with `spexis profile`")
     checked = []
