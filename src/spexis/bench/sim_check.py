@@ -174,7 +174,7 @@ def judged_winners(rows: Sequence[dict]) -> dict[str, Any]:
 def selection_part(args: argparse.Namespace) -> dict[str, Any]:
     profile = ProfileFile.load(args.profile).stage_profile() if args.profile else None
     with tqdm(total=len(tables.selection_cases()), desc="selection", unit="case") as bar:
-        rows = tables.selection_table(bar.update, args.sharpness, profile=profile)
+        rows = tables.selection_table(bar.update, sharpness=args.sharpness, profile=profile)
     print_rows(rows, tuple(rows[0]))
     found = judged_selection(rows)
     found["curve"] = args.profile or "one stage of Llama-70B on an H200, the bare layers"

@@ -313,35 +313,25 @@ def measured_table(
     return rows
 
 
-def selection_table(
-    progress: Callable[[], None] = lambda: None,
-    sharpness: float = 1.5,
-    seed: int = 0,
-    profile: StageProfile | None = None,
-) -> list[dict]:
-    rows = []
-    for case in selection_cases():
-        rows.append(selection_row(*case, sharpness=sharpness, seed=seed, profile=profile))
-        progress()
-    return rows
+def selection_table(progress: Callable[[], None] = lambda: None, **settings: Any) -> list[dict]:
+    """settings: of selection_row."""
+    return _rows(selection_row, selection_cases(), progress, **settings)
 
 
-def chooser_table(
-    progress: Callable[[], None] = lambda: None,
-    sharpness: float = 1.5,
-    seed: int = 0,
-    profile: StageProfile | None = None,
-) -> list[dict]:
-    rows = []
-    for case in chooser_cases():
-        rows.append(chooser_row(*case, sharpness=sharpness, seed=seed, profile=profile))
-        progress()
-    return rows
+def chooser_table(progress: Callable[[], None] = lambda: None, **settings: Any) -> list[dict]:
+    """settings: of chooser_row."""
+    return _rows(chooser_row, chooser_cases(), progress, **settings)
 
 
 def published_table(progress: Callable[[], None] = lambda: None) -> list[dict]:
+    return _rows(published_row, PUBLISHED, progress)
+
+
+def _rows(
+    row: Callable[..., dict], cases: Iterable[tuple], progress: Callable[[], None], **settings: Any
+) -> list[dict]:
     rows = []
-    for case in PUBLISHED:
-        rows.append(published_row(*case))
+    for case in cases:
+        rows.append(row(*case, **settings))
         progress()
     return rows
