@@ -187,8 +187,8 @@ def measure_stage(
 ) -> dict[str, Any]:
     """Times of one stage; the part of the profile between "device" and "link_seconds"."""
     # Longer chunks are skipped, with the reason.
-    most = int(dims.read_config(model).get("max_position_embeddings") or max(chunks, default=0) + 1)
-    longest = min(max(chunks, default=0) + 1, most)
+    longest = max(chunks, default=0) + 1
+    longest = min(longest, dims.read_config(model).get("max_position_embeddings") or longest)
     with tempfile.TemporaryDirectory() as folder:
         spec = DecodeSpec(
             model=dims.write_model(model, folder, layers),

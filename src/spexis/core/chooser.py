@@ -114,6 +114,29 @@ class Chooser:
         return None
 
 
+class SchedulerChooser(Chooser):
+    """One that is told of every step that came back, as the scheduler is."""
+
+    def __init__(self, selection: Selection, num_stages: int):
+        super().__init__(selection, num_stages)
+        self._confidences: list[float] = []
+        """Of single drafts, calibrated, since the last observe()."""
+
+    def observe(
+        self,
+        seconds: float,
+        tokens: int,
+        rows: int,
+        requests: int,
+        kv_tokens: float,
+        prefill_tokens: int,
+    ) -> None:
+        """The step of the newest outcomes; seconds: since those before it."""
+        self.note("observe", seconds, tokens, rows, requests, kv_tokens, prefill_tokens)
+        confidences, self._confidences = np.array(self._confidences), []
+        self.learn(seconds, tokens, rows, requests, kv_tokens, prefill_tokens, confidences)
+
+
 def _again(value: Any) -> Any:
     if not isinstance(value, list) or (value and isinstance(value[0], str)):
         return value  # numbers, and lists of request ids

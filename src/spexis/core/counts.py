@@ -3,7 +3,7 @@
 
     chooser = CountChooser(Selection(cost, max_rows=256), num_stages=2)
     each step:
-        (n,) = chooser.choose(requests, kv_tokens, prefill_tokens)
+        (n,) = chooser.choose(requests, kv_tokens)          # steps without prompts
         chooser.came(joint, unverified, fresh, ran, good)   # of a step that came back, all requests
         chooser.observe(seconds, tokens, rows, requests, kv_tokens, prefill_tokens)
 
@@ -20,26 +20,20 @@ Invariant: as in chooser.py; 1 <= n <= requests, and n = requests before anythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from spexis.core.acceptance import AcceptanceEstimator
-from spexis.core.chooser import Chooser
+from spexis.core.chooser import SchedulerChooser
 from spexis.core.selection import Selection
 
+VERSION = ""  # one drafter's drafts as long as an engine lives
 
-class CountChooser(Chooser):
-    def __init__(self, selection: Selection, num_stages: int, version: str = ""):
+
+class CountChooser(SchedulerChooser):
+    def __init__(self, selection: Selection, num_stages: int):
         super().__init__(selection, num_stages)
-        self.version, self.estimator = version, AcceptanceEstimator()
+        self.estimator = AcceptanceEstimator()
         self._joint = np.ones(0)  # of the newest candidates, calibrated, falling
-        self._drafted: list[np.ndarray] = []  # calibrated confidences of drafts made since
-
-    @classmethod
-    def _of(cls, selection: Selection, setup: Mapping[str, Any]) -> CountChooser:
-        return cls(selection, setup["num_stages"], setup.get("version", ""))
 
     def forget(self, req_id: str) -> None:
         """Nothing is kept by request."""
@@ -53,43 +47,26 @@ class CountChooser(Chooser):
         good: np.ndarray,  # [R] bool: it ran and gave a token
     ) -> None:
         self.note("came", joint, unverified, fresh, ran, good)
-        joint, count = np.asarray(joint, float), np.maximum(unverified, 1)
+        joint, unverified = np.asarray(joint, float), np.asarray(unverified)
+        fresh, ran, good = (np.asarray(flags, bool) for flags in (fresh, ran, good))
+        count = np.maximum(unverified, 1)
         single = self._calibrated(joint ** (1.0 / count))
-        chance = np.where(np.asarray(unverified) > 0, single**count, 1.0)
+        chance = np.where(unverified > 0, single**count, 1.0)
         self._joint = -np.sort(-chance)
         # Each draft counts once, also of those that are held: else they would look better than
         # they are, or worse, by what is done with them.
-        new = np.asarray(fresh, bool) & (np.asarray(unverified) > 0)
-        self._drafted.append(single[new])
-        judged = np.asarray(ran, bool) & (np.asarray(unverified) == 1)
-        if judged.any():
-            nothing = np.zeros(int(judged.sum()))
-            self.estimator.observe(
-                self.version, joint[judged], nothing, nothing, nothing, np.asarray(good)[judged]
-            )
+        self._confidences += single[fresh & (unverified > 0)].tolist()
+        judged = ran & (unverified == 1)
+        nothing = np.zeros(int(judged.sum()))
+        self.estimator.observe(VERSION, joint[judged], nothing, nothing, nothing, good[judged])
 
     def _calibrated(self, confidence: np.ndarray) -> np.ndarray:
         nothing = np.zeros(len(confidence))
-        return self.estimator.probability(self.version, confidence, nothing, nothing, nothing)
+        return self.estimator.probability(VERSION, confidence, nothing, nothing, nothing)
 
-    def observe(
-        self,
-        seconds: float,
-        tokens: int,
-        rows: int,
-        requests: int,
-        kv_tokens: float,
-        prefill_tokens: int,
-    ) -> None:
-        """The step of the newest outcomes; seconds: since those before it."""
-        self.note("observe", seconds, tokens, rows, requests, kv_tokens, prefill_tokens)
-        drafted = np.concatenate(self._drafted) if self._drafted else None
-        self._drafted = []
-        self.learn(seconds, tokens, rows, requests, kv_tokens, prefill_tokens, drafted)
-
-    def choose(self, requests: int, kv_tokens: float, prefill_tokens: int = 0) -> np.ndarray:
+    def choose(self, requests: int, kv_tokens: float) -> np.ndarray:
         """[1] rows that run; kv_tokens: of all candidates together."""
-        self.note("choose", requests, kv_tokens, prefill_tokens)
+        self.note("choose", requests, kv_tokens)
         if not len(self._joint):
             return self.decided(np.array([requests]))
         # As many candidates as there are now, worth what the newest known were.
@@ -98,5 +75,5 @@ class CountChooser(Chooser):
         share = np.full(requests, kv_tokens / requests)
         # Unlike where rows are named, those whose input is verified may have to wait: the device
         # takes first who waited longest, so that each runs in its turn, as in plain PP.
-        run = self.selection.select(joint, share, prefill_tokens)
+        run = self.selection.select(joint, share)
         return self.decided(np.array([max(int(run.sum()), 1)]))

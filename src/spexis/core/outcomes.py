@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from spexis.core.acceptance import HISTORY_MEMORY, PRIOR_DRAFTS
-from spexis.core.chooser import Chooser
+from spexis.core.chooser import SchedulerChooser
 from spexis.core.selection import Selection
 
 MEMORY = 4000  # drafts that the mean of all requests reaches back
@@ -48,12 +48,11 @@ class _Request:
     """Drafts judged, fading."""
 
 
-class OutcomeChooser(Chooser):
+class OutcomeChooser(SchedulerChooser):
     def __init__(self, selection: Selection, num_stages: int, prior_acceptance: float = 0.6):
         super().__init__(selection, num_stages)
         self.mean = prior_acceptance
         self.requests: dict[str, _Request] = {}
-        self._judged: list[float] = []  # what was expected of drafts whose truth is known now
 
     @classmethod
     def _of(cls, selection: Selection, setup: Mapping[str, Any]) -> OutcomeChooser:
@@ -86,27 +85,13 @@ class OutcomeChooser(Chooser):
             else:
                 request.broken = True
 
-    def observe(
-        self,
-        seconds: float,
-        tokens: int,
-        rows: int,
-        requests: int,
-        kv_tokens: float,
-        prefill_tokens: int,
-    ) -> None:
-        """The step of the newest outcomes; seconds: since those before it."""
-        self.note("observe", seconds, tokens, rows, requests, kv_tokens, prefill_tokens)
-        judged, self._judged = np.array(self._judged), []
-        self.learn(seconds, tokens, rows, requests, kv_tokens, prefill_tokens, judged)
-
     def forget(self, req_id: str) -> None:
         """The request ended or was preempted."""
         self.note("forget", req_id)
         self.requests.pop(req_id, None)
 
     def _judge(self, request: _Request, right: bool) -> None:
-        self._judged.append(self.acceptance(request))
+        self._confidences.append(self.acceptance(request))
         self.mean += (right - self.mean) / MEMORY
         keep = 1.0 - 1.0 / HISTORY_MEMORY
         request.right = request.right * keep + right

@@ -20,23 +20,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spexis.core.counts import CountChooser
-from spexis.engine.step_chooser import selection_setup
+from spexis.engine.step_chooser import SchedulerSelection
 
 if TYPE_CHECKING:
     from spexis.engine.scheduler import SpexisScheduler
 
 
-class RowCounter:
-    def __init__(self, scheduler: SpexisScheduler):
-        self.scheduler = scheduler
-        self.setup = {"kind": "counts", **selection_setup(scheduler)}
-        self.chooser = CountChooser.from_setup(self.setup)
-        self._ran: set[str] = set()  # whose row ran in the newest step that came back
-        if scheduler.spexis_config.iteration_log is not None:
-            self.keep_journal()
+class RowCounter(SchedulerSelection):
+    kind = CountChooser
 
-    def keep_journal(self) -> None:
-        self.chooser.journal = [{"setup": self.setup}]
+    def __init__(self, scheduler: SpexisScheduler):
+        super().__init__(scheduler, kind="counts")
+        self._ran: set[str] = set()  # whose row ran in the newest step that came back
 
     def before_schedule(self) -> None:
         """Nobody is held before the device has chosen."""
@@ -73,18 +68,3 @@ class RowCounter:
                 np.array([outcomes.get(name, False) for name in names]),
             )
         self._ran = set(outcomes)
-
-    def observe(
-        self,
-        seconds: float,
-        tokens: int,
-        rows: Mapping[str, bool],
-        requests: int,
-        prefill: int,
-        num_run: int,
-    ) -> None:
-        """A step's outputs came `seconds` after those before; num_run of its rows ran."""
-        found = self.scheduler.requests
-        kv_tokens = sum(found[r].num_computed_tokens for r in rows if r in found)
-        kv_tokens *= num_run / max(len(rows), 1)
-        self.chooser.observe(seconds, tokens, num_run, requests, float(kv_tokens), prefill)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spexis.core.chooser import SchedulerChooser
 from spexis.core.outcomes import OutcomeChooser
 from spexis.core.profile_file import ProfileFile
 from spexis.engine.requests import speculates
@@ -29,26 +30,46 @@ if TYPE_CHECKING:
     from spexis.engine.scheduler import SpexisScheduler
 
 
-def selection_setup(scheduler: SpexisScheduler) -> dict[str, Any]:
-    """What the scheduler's choosers begin with, and their journals."""
-    return {
-        "profile": dict(ProfileFile.load(scheduler.spexis_config.profile).block),
-        "num_stages": scheduler.num_stages,
-        "tensor_parallel_size": scheduler.parallel_config.tensor_parallel_size,
-        "max_rows": scheduler.max_num_running_reqs,
-    }
+class SchedulerSelection:
+    """What the scheduler's two ways to select share: how they begin, and what a step took."""
 
+    kind: type[SchedulerChooser]
 
-class StepChooser:
-    def __init__(self, scheduler: SpexisScheduler):
+    def __init__(self, scheduler: SpexisScheduler, **more: Any):
         self.scheduler = scheduler
-        self.setup = selection_setup(scheduler)
-        self.chooser = OutcomeChooser.from_setup(self.setup)
+        self.setup = {
+            **more,
+            "profile": dict(ProfileFile.load(scheduler.spexis_config.profile).block),
+            "num_stages": scheduler.num_stages,
+            "tensor_parallel_size": scheduler.parallel_config.tensor_parallel_size,
+            "max_rows": scheduler.max_num_running_reqs,
+        }
+        self.chooser = self.kind.from_setup(self.setup)
         if scheduler.spexis_config.iteration_log is not None:
             self.keep_journal()
 
     def keep_journal(self) -> None:
         self.chooser.journal = [{"setup": self.setup}]
+
+    def observe(
+        self,
+        seconds: float,
+        tokens: int,
+        rows: Mapping[str, bool],
+        requests: int,
+        prefill: int,
+        num_run: int,
+    ) -> None:
+        """A step's outputs came `seconds` after those before; num_run of its rows and `prefill`
+        prompt tokens ran in it."""
+        found = self.scheduler.requests
+        kv_tokens = sum(found[r].num_computed_tokens for r in rows if r in found)
+        kv_tokens *= num_run / max(len(rows), 1)
+        self.chooser.observe(seconds, tokens, num_run, requests, float(kv_tokens), prefill)
+
+
+class StepChooser(SchedulerSelection):
+    kind = OutcomeChooser
 
     def before_schedule(self) -> None:
         s = self.scheduler
@@ -85,20 +106,6 @@ class StepChooser:
         """outcomes: of the rows that ran, whether there was a token."""
         if outcomes:
             self.chooser.came(list(outcomes), list(outcomes.values()), step)
-
-    def observe(
-        self,
-        seconds: float,
-        tokens: int,
-        rows: Mapping[str, bool],
-        requests: int,
-        prefill: int,
-        num_run: int,
-    ) -> None:
-        """A step's outputs came `seconds` after those before; `prefill` prompt tokens ran in it."""
-        found = self.scheduler.requests
-        kv_tokens = sum(found[r].num_computed_tokens for r in rows if r in found)
-        self.chooser.observe(seconds, tokens, len(rows), requests, float(kv_tokens), prefill)
 
 
 def _ends_in_flight(request) -> bool:

@@ -168,7 +168,6 @@ class RowChoiceMixin:
     def begin_choice(self, scheduler_output):
         """What vLLM is to run of the step."""
         num_rows = self.num_rows_to_run(scheduler_output)
-        self.asked = self.choice = None
         if num_rows is None:
             return scheduler_output
         self.asked = list(scheduler_output.num_scheduled_tokens)
@@ -187,9 +186,8 @@ class RowChoiceMixin:
             held = self._received_rows()[0] == HELD
         self.choice = Choice.of(self.asked, slots_np, slots, held, num_rows)
         run = slots[self.choice.chosen]
-        if not (
-            self.pp.is_first_rank or self.pp.is_last_rank
-        ):  # a middle stage has positions from the rows alone
+        if not (self.pp.is_first_rank or self.pp.is_last_rank):
+            # A middle stage has positions from the rows alone.
             positions = self._received_rows()[0, self.choice.chosen]
             states.num_computed_tokens.gpu.index_copy_(0, run, positions)
         batch.idx_mapping = batch.expanded_idx_mapping = run
