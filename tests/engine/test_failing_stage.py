@@ -28,5 +28,8 @@ def test_an_exception_on_the_first_stage_ends_the_engine(tiny_models, tmp_path):
     work = [Work(name="prompts", rows=[{"prompt_token_ids": PROMPT, "params": params}])]
     run = run_engine(spec, work, timeout=300)
     assert run.error is not None
-    assert "Connection closed by peer" in run.error or "died" in run.error, run.error
+    # Whichever comes first: the last stage loses its peer, the executor finds the worker gone, or
+    # its monitor cancels what the engine waits for. A hang would be "took longer than".
+    words = ("Connection closed by peer", "died", "RuntimeError: cancelled")
+    assert any(word in run.error for word in words), run.error
     assert "prompts" not in run.results
