@@ -22,6 +22,7 @@ class Engines:
     def __init__(self):
         self.started: list[str] = []
         self.asked: list[dict] = []
+        self.prepared: list[list] = []
         self.broken: set[str] = set()
         self.wrong: set[str] = set()
 
@@ -35,8 +36,11 @@ class Engines:
         if name in self.broken:
             run.error = "no engine"
             return run
+        self.prepared.append([item.prepare for item in work])
         for item in work:
-            run.results[item.name] = self._result(item.rows, name, spec.options)
+            off = item.prepare == {"look_ahead": False, "length_predictor": False}
+            engine = "off" if off else name
+            run.results[item.name] = self._result(item.rows, engine, spec.options)
         return run
 
     def _result(self, asked, name, options):
@@ -96,13 +100,13 @@ def test_each_round_has_a_reference_and_its_engines_in_another_order(bench):
     assert bench.engines.started == [
         *("reference", "stock", "off", "on"),
         *("reference", "off", "on", "stock"),
-        *("reference", "on", "off"),  # the requests to warm up with are known
-        *("reference", "off", "on"),
+        *("reference", "on"),  # the requests to warm up with are known
+        *("reference", "on"),
     ]
     assert result["ok"] and result["recomputed_ratio"] == 0.1 and result["different"] == 0
     assert result["throughput_ratio"] == 1.25 and result["stock_preempted"] == 0.5
     assert result["ample_throughput_ratio"] == 1.0 and result["policy_share"] == 0.001
-    assert len(bench.saved["runs"]) == 10
+    assert len(bench.saved["runs"]) == 2 * 3 + 2 * 2 * memory.AMPLE_PAIRS
 
 
 def test_no_engine_is_told_where_an_answer_ends(bench):
@@ -117,6 +121,24 @@ def test_no_engine_is_told_where_an_answer_ends(bench):
         assert "n" not in row
 
 
+def test_with_ample_memory_one_engine_switches_look_ahead(bench):
+    """Off and on in turns, the other first in the next pair and in the next engine."""
+    bench()
+    first, second = bench.engines.prepared[-3], bench.engines.prepared[-1]
+    assert first[0] is None and second[0] is None  # to warm up
+    assert [p["look_ahead"] for p in first[1:]] == [True, False, False, True] * 2
+    assert [p["look_ahead"] for p in second[1:]] == [False, True, True, False] * 2
+    ample = [run for run in bench.saved["runs"] if run["memory"] == "ample"]
+    assert [run["round"] for run in ample] == [n for n in range(8) for _ in range(2)]
+    assert all((run["policy_share"] > 0) == (run["engine"] == "on") for run in ample)
+
+
+def test_the_oracle_speaks_before_anything_runs(bench):
+    bench("--predictor", "oracle")
+    of_on = [p for p in bench.engines.prepared if any(p)]
+    assert len(of_on) == 4 and all(p[0] == {"oracle_lengths": {}} for p in of_on)
+
+
 def test_answers_may_end_by_themselves(bench):
     bench("--ends", "own")
     assert all(row["params"].keys() == {"max_tokens", "extra_args"} for row in bench.engines.asked)
@@ -125,7 +147,7 @@ def test_answers_may_end_by_themselves(bench):
 def test_a_wrong_answer_is_not_ok(bench):
     bench.engines.wrong.add("on")
     result = bench()
-    assert not result["ok"] and result["different"] == 2 * 10 + 2 * 4
+    assert not result["ok"] and result["different"] == 2 * 10 + 2 * memory.AMPLE_PAIRS * 4
 
 
 def test_what_was_measured_is_kept_when_an_engine_fails(bench):

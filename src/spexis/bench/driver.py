@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from spexis.bench import oracle_lengths
+from spexis.bench import lookahead_switch, oracle_lengths
 from spexis.bench.engines import EngineSpec, Work, build_llm
 from spexis.bench.recompute import Recomputed
 from spexis.bench.scenario import Context, Request
@@ -190,8 +190,15 @@ def trust_guesses(worker, argument: dict) -> None:
     worker.model_runner.last_stage.judge = lambda slots, start, tokens, is_prefill, samples: samples
 
 
-PREPARE = {"drafter": set_drafter, "trust_guesses": trust_guesses}
-PREPARE_SCHEDULER = {"oracle_lengths": oracle_lengths.install}
+PREPARE = {
+    "drafter": set_drafter,
+    "trust_guesses": trust_guesses,
+    "length_predictor": lookahead_switch.switch_predictor,
+}
+PREPARE_SCHEDULER = {
+    "oracle_lengths": oracle_lengths.install,
+    "look_ahead": lookahead_switch.switch_scheduler,
+}
 
 
 def count_slots(worker) -> int:

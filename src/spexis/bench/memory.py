@@ -8,7 +8,8 @@
 
 The demo model at PP=2 on a CPU, few KV blocks, requests that come faster than they are served.
 Three engines in alternation, each round with other requests: stock vLLM, Spexis, Spexis with
-look-ahead; then Spexis with and without look-ahead where memory is ample. Lengths are the Azure
+look-ahead. Then, where memory is ample, one engine with look-ahead on and off in turns: it should
+cost nothing, and two engines of one kind differ by more than that. Lengths are the Azure
 conversation trace's (2023), prompts scaled by 1/32, answers at most 384: its quantiles, or the
 trace itself by --trace. Answers are long beside prompts then, as where memory runs short: requests
 are let in because their prompts fit, and grow.
@@ -29,6 +30,7 @@ that differs from the reference's makes "ok" false.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import statistics
@@ -59,6 +61,8 @@ SLACK = 24  # tokens of the reference beyond the wanted end
 WANTED = {"recomputed_ratio": 0.5, "throughput_ratio": 1.10, "p99_ratio": 1.05}
 WANTED_PREEMPTED, WANTED_POLICY, WANTED_AMPLE = 0.30, 0.01, 0.97
 ENGINES = ("stock", "off", "on")
+AMPLE_PAIRS = 4  # in one engine
+AMPLE_BLOCKS = 2048
 PREDICTORS = ("none", "shipped", "oracle")
 ENDS = ("trace", "own")
 
@@ -92,7 +96,7 @@ class Bench:
         self.runs: list[dict[str, Any]] = []
         self.failures: list[str] = []
         self.known: dict[tuple[int, int], tuple[list[dict], list[list[int]]]] = {}
-        total = args.rounds * (1 + len(ENGINES)) + args.ample_rounds * 3
+        total = args.rounds * (1 + len(ENGINES)) + args.ample_rounds * 2
         self.bar = tqdm(total=total, unit="engine", file=sys.stderr, dynamic_ncols=True)
 
     def result(self) -> dict[str, Any]:
@@ -120,23 +124,35 @@ class Bench:
         # Another order each round: machines change slowly.
         order = ENGINES[number % 3 :] + ENGINES[: number % 3]
         for engine in order:
-            self.measure(engine, "short", number, rows, wanted, warm, self.args.blocks)
+            work = [Work(name="warm", rows=warm), Work(name="requests", rows=rows)]
+            what = f"short {number + 1}: {engine}"
+            results = self.run(self.spec(engine, self.args.blocks), work, what).results
+            self.keep(engine, "short", number, rows, wanted, results["requests"])
 
     def ample(self, number: int) -> None:
         (rows, wanted), (warm, _) = self.requests(
             (2000 + number, self.args.ample_requests), (1000 + number, self.args.warm)
         )
-        for engine in ("off", "on") if number % 2 else ("on", "off"):
-            self.measure(engine, "ample", number, rows, wanted, warm, 2048)
+        work, turns = [Work(name="warm", rows=warm)], []
+        for pair in range(AMPLE_PAIRS):
+            for engine in ("off", "on") if (number + pair) % 2 else ("on", "off"):
+                switch = {"look_ahead": engine == "on", "length_predictor": engine == "on"}
+                turns.append((engine, number * AMPLE_PAIRS + pair))
+                work.append(Work(name=f"{engine} {pair}", rows=rows, prepare=switch))
+        results = self.run(self.spec("on", AMPLE_BLOCKS), work, f"ample {number + 1}").results
+        for (engine, pair), item in zip(turns, work[1:], strict=True):
+            self.keep(engine, "ample", pair, rows, wanted, results[item.name])
 
     def requests(self, *sets: tuple[int, int]) -> list[tuple[list[dict], list[list[int]]]]:
         """For each (seed, count): rows for the engines, and the answers that they must give."""
         new = {key: self._drawn(*key) for key in sets if key not in self.known}
         if new:
             # One reference engine for all: its start takes as long as many answers.
-            asked = {str(key): [self._asked(row) for row in rows] for key, rows in new.items()}
-            spec = EngineSpec(model=self.model, options=options(2048))
-            results = self.run(spec, asked, "reference").results
+            work = [
+                Work(name=str(key), rows=list(map(self._asked, rows))) for key, rows in new.items()
+            ]
+            spec = EngineSpec(model=self.model, options=options(AMPLE_BLOCKS))
+            results = self.run(spec, work, "reference").results
             for key, rows in new.items():
                 answers = [row["outputs"][0]["token_ids"] for row in results[str(key)]["rows"]]
                 self.known[key] = rows, list(map(self._ended, rows, answers))
@@ -177,18 +193,17 @@ class Bench:
         row["params"] = {"max_tokens": LIMIT, **stop, "extra_args": told}
         return answer
 
-    def measure(self, engine, memory, number, rows, wanted, warm, blocks) -> None:
-        spec = EngineSpec(
+    def spec(self, engine: str, blocks: int) -> EngineSpec:
+        return EngineSpec(
             model=self.model,
             stages=2,
             drafter=None if engine == "stock" else {"method": "exit"},
             settings=lookahead_settings(self.args.predictor) if engine == "on" else {},
             options=options(blocks),
         )
-        oracle = engine == "on" and self.args.predictor == "oracle"
-        prepare = {"oracle_lengths": {}} if oracle else None
-        named = {"warm": warm, "requests": rows}
-        result = self.run(spec, named, f"{memory} {number + 1}: {engine}", prepare)["requests"]
+
+    def keep(self, engine, memory, number, rows, wanted, result) -> None:
+        """Of one engine's answer to one set of requests."""
         answers = [row["outputs"][0]["token_ids"] for row in result["rows"]]
         latencies = [end - due for due, _, end in result["times"]]
         self.runs.append(
@@ -213,16 +228,15 @@ class Bench:
         )
         self.save()
 
-    def run(
-        self, spec: EngineSpec, named: dict[str, list[dict]], what: str, prepare: dict | None = None
-    ) -> EngineRun:
+    def run(self, spec: EngineSpec, work: list[Work], what: str) -> EngineRun:
         self.bar.set_description(what)
+        if spec.settings.get("lookahead") and self.args.predictor == "oracle":
+            work = [dataclasses.replace(work[0], prepare={"oracle_lengths": {}}), *work[1:]]
 
         def show(event: dict) -> None:
             if event["event"] == "progress":
                 self.bar.set_postfix_str(f"{event['name']} {event['done']}/{event['of']}")
 
-        work = [Work(name=name, rows=rows, prepare=prepare) for name, rows in named.items()]
         run = run_engine(spec, work, on_event=show)
         if run.error:
             self.failures.append(run.error)
@@ -347,7 +361,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=8.0, help="arrivals a second")
     parser.add_argument("--blocks", type=int, default=128, help="KV blocks of 32 tokens")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--ample-rounds", type=int, default=3)
+    parser.add_argument(
+        "--ample-rounds", type=int, default=2, help=f"engines, of {AMPLE_PAIRS} pairs each"
+    )
     parser.add_argument("--ample-requests", type=int, default=24)
     parser.add_argument(
         "--predictor", choices=PREDICTORS, default="none", help="that look-ahead asks"
