@@ -25,6 +25,7 @@ class Engines:
         self.prepared: list[list] = []
         self.broken: set[str] = set()
         self.wrong: set[str] = set()
+        self.slow = False
 
     def __call__(self, spec, work, on_event):
         lookahead = spec.settings.get("lookahead")
@@ -38,9 +39,10 @@ class Engines:
             return run
         self.prepared.append([item.prepare for item in work])
         for item in work:
-            off = item.prepare == {"look_ahead": False, "length_predictor": False}
-            engine = "off" if off else name
-            run.results[item.name] = self._result(item.rows, engine, spec.options)
+            result = self._result(item.rows, name, spec.options)
+            if "look_ahead_turns" in (item.prepare or {}):
+                result["turns"] = {"on": [10.0, 960 if self.slow else 990], "off": [10.0, 1000]}
+            run.results[item.name] = result
         return run
 
     def _result(self, asked, name, options):
@@ -105,8 +107,8 @@ def test_each_round_has_a_reference_and_its_engines_in_another_order(bench):
     ]
     assert result["ok"] and result["recomputed_ratio"] == 0.1 and result["different"] == 0
     assert result["throughput_ratio"] == 1.25 and result["stock_preempted"] == 0.5
-    assert result["ample_throughput_ratio"] == 1.0 and result["policy_share"] == 0.001
-    assert len(bench.saved["runs"]) == 2 * 3 + 2 * 2 * memory.AMPLE_PAIRS
+    assert result["ample_throughput_ratio"] == 0.99 and result["policy_share"] == 0.01
+    assert len(bench.saved["runs"]) == 2 * 3 and len(bench.saved["ample_runs"]) == 2
 
 
 def test_no_engine_is_told_where_an_answer_ends(bench):
@@ -121,16 +123,21 @@ def test_no_engine_is_told_where_an_answer_ends(bench):
         assert "n" not in row
 
 
-def test_with_ample_memory_one_engine_switches_look_ahead(bench):
-    """Off and on in turns, the other first in the next pair and in the next engine."""
+def test_with_ample_memory_look_ahead_takes_turns_in_one_engine(bench):
+    """On first, then off first; the other way round in the next engine."""
     bench()
     first, second = bench.engines.prepared[-3], bench.engines.prepared[-1]
     assert first[0] is None and second[0] is None  # to warm up
-    assert [p["look_ahead"] for p in first[1:]] == [True, False, False, True] * 2
-    assert [p["look_ahead"] for p in second[1:]] == [False, True, True, False] * 2
-    ample = [run for run in bench.saved["runs"] if run["memory"] == "ample"]
-    assert [run["round"] for run in ample] == [n for n in range(8) for _ in range(2)]
-    assert all((run["policy_share"] > 0) == (run["engine"] == "on") for run in ample)
+    assert [p["look_ahead_turns"] for p in first[1:]] == [True, False] * 2
+    assert [p["look_ahead_turns"] for p in second[1:]] == [False, True] * 2
+    for run in bench.saved["ample_runs"]:
+        assert (run["on"], run["off"]) == (99.0, 100.0) and len(run["turns"]) == memory.AMPLE_RUNS
+
+
+def test_a_cost_with_ample_memory_is_not_ok(bench):
+    bench.engines.slow = True
+    result = bench()
+    assert not result["ok"] and result["ample_throughput_ratio"] == 0.96
 
 
 def test_the_oracle_speaks_before_anything_runs(bench):
@@ -147,7 +154,7 @@ def test_answers_may_end_by_themselves(bench):
 def test_a_wrong_answer_is_not_ok(bench):
     bench.engines.wrong.add("on")
     result = bench()
-    assert not result["ok"] and result["different"] == 2 * 10 + 2 * memory.AMPLE_PAIRS * 4
+    assert not result["ok"] and result["different"] == 2 * 10 + 2 * memory.AMPLE_RUNS * 4
 
 
 def test_what_was_measured_is_kept_when_an_engine_fails(bench):

@@ -260,6 +260,22 @@ def test_a_bonus_brings_rows_in():
     assert replay_selection(json.loads(json.dumps(chooser.journal)), OutcomeChooser) == []
 
 
+def test_a_pipeline_that_is_not_full_says_nothing_of_what_a_step_costs():
+    """One request that does not speculate: a step comes back every N steps' time. What a token is
+    worth is learnt all the same."""
+    chooser = OutcomeChooser.from_setup(setup())
+    chooser.journal = []
+    known = chooser.cost.step_seconds(8, 0, 0.0)
+    for _ in range(200):
+        chooser.observe(4 * known, 6, 8, 8, 0.0, 0, False)
+    assert chooser.cost.step_seconds(8, 0, 0.0) == known
+    assert chooser.selection.rate == pytest.approx(6 / (4 * known))
+    assert replay_selection([{"setup": setup()}, *chooser.take_journal()], OutcomeChooser) == []
+    for _ in range(200):
+        chooser.observe(4 * known, 6, 8, 8, 0.0, 0)
+    assert chooser.cost.step_seconds(8, 0, 0.0) == pytest.approx(4 * known, rel=0.1)
+
+
 def test_a_pause_says_nothing_but_steps_that_are_always_long_are_learnt():
     """A profile made on other hardware: its curve is kept but scaled."""
     chooser = OutcomeChooser.from_setup(setup())

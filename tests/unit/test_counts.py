@@ -124,7 +124,7 @@ def test_the_scheduler_counts_and_the_log_says_why(tmp_path):
         outcomes = {n: i < 8 for i, n in enumerate(names) if n not in held}
         del outcomes["r3"]  # ended meanwhile
         counter.came(outcomes, number, output)
-        counter.observe(0.03, 8, rows, 16, 0, 12)
+        counter.observe(0.03, 8, rows, 16, 0, 12, True)
     count = counter.scheduled(rows, step(names))
     assert 6 <= count <= 10
     counter.came({}, 31, SpexisOutput(names, {}, []))  # a step with prompts says nothing

@@ -122,6 +122,7 @@ class RealScheduler:
         self.tables: dict[str, list[int]] = {}
         self.text: dict[str, list[int]] = {}
         self.num_calls = self.num_ended = self.num_aborted = self.num_hits = 0
+        self.in_flight = 0
         self.switch = r.choice((0.0, 0.02, 0.2))  # chance that the mode changes, where it may
         self.opt_out = r.choice((0.0, 0.3))
         self.plain_gaps: list[int] = []  # steps between rows of requests that must not speculate
@@ -236,6 +237,8 @@ class RealScheduler:
             )
         if step.rows:
             step.number, step.num_ready = self.real.num_steps, output.spexis_num_verdicts
+            self.in_flight += 1
+            assert output.spexis_pipeline_full == (self.in_flight >= len(self.stages))
         return step
 
     def update(self, step: Step) -> None:
@@ -245,6 +248,7 @@ class RealScheduler:
 
         result = EMPTY_MODEL_RUNNER_OUTPUT
         if step.rows:
+            self.in_flight -= 1
             ids = [row.req_id for row in step.rows]
             result = SpexisOutput(
                 held=frozenset(row.req_id for row in step.rows if row.held),

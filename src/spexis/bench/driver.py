@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from spexis.bench import lookahead_switch, oracle_lengths
+from spexis.bench import lookahead_turns, oracle_lengths
 from spexis.bench.engines import EngineSpec, Work, build_llm
 from spexis.bench.recompute import Recomputed
 from spexis.bench.scenario import Context, Request
@@ -82,6 +82,7 @@ def run_work(llm, item: Work, context: Context, is_stock: bool, emit) -> dict:
     )
     seconds = time.monotonic() - begin
     _drain(llm)
+    turns = lookahead_turns.finish(scheduler)
     after = counters.snapshot() if counters else {}
     pool = scheduler.kv_cache_manager.block_pool
     grown = {key: value - before[key] for key, value in after.items()}
@@ -94,6 +95,7 @@ def run_work(llm, item: Work, context: Context, is_stock: bool, emit) -> dict:
         "preempted": sorted(recomputed.preemptions.values(), reverse=True),
         "recomputed_tokens": recomputed.tokens,
         "policy_seconds": lookahead.seconds - policy_before if lookahead else 0.0,
+        "turns": turns,
         "predictor": _predictor(lookahead),
         "free_blocks": pool.get_num_free_blocks(),
         "num_blocks": pool.num_gpu_blocks,  # one of them is vLLM's null block
@@ -190,14 +192,10 @@ def trust_guesses(worker, argument: dict) -> None:
     worker.model_runner.last_stage.judge = lambda slots, start, tokens, is_prefill, samples: samples
 
 
-PREPARE = {
-    "drafter": set_drafter,
-    "trust_guesses": trust_guesses,
-    "length_predictor": lookahead_switch.switch_predictor,
-}
+PREPARE = {"drafter": set_drafter, "trust_guesses": trust_guesses}
 PREPARE_SCHEDULER = {
     "oracle_lengths": oracle_lengths.install,
-    "look_ahead": lookahead_switch.switch_scheduler,
+    "look_ahead_turns": lookahead_turns.install,
 }
 
 

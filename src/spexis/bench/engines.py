@@ -75,8 +75,8 @@ class Work:
     """[{"prompt_token_ids": [...], "params": {SamplingParams}}] instead of a scenario."""
     prepare: dict | None = None
     """{"drafter": block} or {"trust_guesses": {}}: what driver.PREPARE does to the workers first;
-    {"oracle_lengths": {}} or {"look_ahead": False}: what PREPARE_SCHEDULER does to the scheduler.
-    Another drafter this way saves the start of another engine."""
+    {"oracle_lengths": {}} or {"look_ahead_turns": True}: what PREPARE_SCHEDULER does to the
+    scheduler. Another drafter this way saves the start of another engine."""
     watch_steps: bool = False
     """Also bring what was in each step (step_watch.py), as "step_log"."""
 

@@ -8,8 +8,8 @@
 
 The demo model at PP=2 on a CPU, few KV blocks, requests that come faster than they are served.
 Three engines in alternation, each round with other requests: stock vLLM, Spexis, Spexis with
-look-ahead. Then, where memory is ample, one engine with look-ahead on and off in turns: it should
-cost nothing, and two engines of one kind differ by more than that. Lengths are the Azure
+look-ahead. Then, where memory is ample, one engine with look-ahead on and off in turns of 32 steps
+(lookahead_turns.py): it should cost nothing there. Lengths are the Azure
 conversation trace's (2023), prompts scaled by 1/32, answers at most 384: its quantiles, or the
 trace itself by --trace. Answers are long beside prompts then, as where memory runs short: requests
 are let in because their prompts fit, and grow.
@@ -61,7 +61,7 @@ SLACK = 24  # tokens of the reference beyond the wanted end
 WANTED = {"recomputed_ratio": 0.5, "throughput_ratio": 1.10, "p99_ratio": 1.05}
 WANTED_PREEMPTED, WANTED_POLICY, WANTED_AMPLE = 0.30, 0.01, 0.97
 ENGINES = ("stock", "off", "on")
-AMPLE_PAIRS = 4  # in one engine
+AMPLE_RUNS = 4  # in one engine, half of them with look-ahead on first
 AMPLE_BLOCKS = 2048
 PREDICTORS = ("none", "shipped", "oracle")
 ENDS = ("trace", "own")
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         bench.bar.close()
     result = bench.result()
-    print(table(bench.runs))
+    print(table(bench.runs, bench.ample_runs))
     keys = ("name", "ok", *WANTED, "different", "stock_preempted", "most_preemptions")
     keys += ("ample_throughput_ratio", "policy_share", "predictor", "ends")
     print(json.dumps({k: result[k] for k in keys}))
@@ -94,6 +94,7 @@ class Bench:
 
         self.args, self.model = args, demo_model_dir()
         self.runs: list[dict[str, Any]] = []
+        self.ample_runs: list[dict[str, Any]] = []
         self.failures: list[str] = []
         self.known: dict[tuple[int, int], tuple[list[dict], list[list[int]]]] = {}
         total = args.rounds * (1 + len(ENGINES)) + args.ample_rounds * 2
@@ -101,7 +102,7 @@ class Bench:
 
     def result(self) -> dict[str, Any]:
         return {
-            **summary(self.runs, self.failures),
+            **summary(self.runs, self.ample_runs, self.failures),
             "predictor": self.args.predictor,
             "ends": self.args.ends,
             "date": time.strftime("%Y-%m-%d"),
@@ -109,6 +110,7 @@ class Bench:
             "hardware": machine.hardware(),
             "versions": machine.versions(),
             "runs": self.runs,
+            "ample_runs": self.ample_runs,
             "failures": self.failures,
         }
 
@@ -127,21 +129,31 @@ class Bench:
             work = [Work(name="warm", rows=warm), Work(name="requests", rows=rows)]
             what = f"short {number + 1}: {engine}"
             results = self.run(self.spec(engine, self.args.blocks), work, what).results
-            self.keep(engine, "short", number, rows, wanted, results["requests"])
+            self.keep(engine, number, rows, wanted, results["requests"])
 
     def ample(self, number: int) -> None:
         (rows, wanted), (warm, _) = self.requests(
             (2000 + number, self.args.ample_requests), (1000 + number, self.args.warm)
         )
-        work, turns = [Work(name="warm", rows=warm)], []
-        for pair in range(AMPLE_PAIRS):
-            for engine in ("off", "on") if (number + pair) % 2 else ("on", "off"):
-                switch = {"look_ahead": engine == "on", "length_predictor": engine == "on"}
-                turns.append((engine, number * AMPLE_PAIRS + pair))
-                work.append(Work(name=f"{engine} {pair}", rows=rows, prepare=switch))
+        work = [Work(name="warm", rows=warm)]
+        for run in range(AMPLE_RUNS):
+            first = {"look_ahead_turns": (number + run) % 2 == 0}
+            work.append(Work(name=f"turns {run}", rows=rows, prepare=first))
         results = self.run(self.spec("on", AMPLE_BLOCKS), work, f"ample {number + 1}").results
-        for (engine, pair), item in zip(turns, work[1:], strict=True):
-            self.keep(engine, "ample", pair, rows, wanted, results[item.name])
+        found = [results[item.name] for item in work[1:]]
+        taken = {way: np.sum([r["turns"][way] for r in found], axis=0) for way in ("on", "off")}
+        self.ample_runs.append(
+            {
+                "round": number,
+                "requests": len(rows),
+                **{way: tokens / seconds for way, (seconds, tokens) in taken.items()},
+                "turns": [r["turns"] for r in found],
+                "different": sum(different(r, wanted) for r in found),
+                "policy_share": sum(r["policy_seconds"] for r in found) / taken["on"][0],
+                "blocks_leaked": max(map(blocks_leaked, found)),
+            }
+        )
+        self.save()
 
     def requests(self, *sets: tuple[int, int]) -> list[tuple[list[dict], list[list[int]]]]:
         """For each (seed, count): rows for the engines, and the answers that they must give."""
@@ -202,14 +214,13 @@ class Bench:
             options=options(blocks),
         )
 
-    def keep(self, engine, memory, number, rows, wanted, result) -> None:
-        """Of one engine's answer to one set of requests."""
+    def keep(self, engine, number, rows, wanted, result) -> None:
+        """Of one engine's answers, where memory is short."""
         answers = [row["outputs"][0]["token_ids"] for row in result["rows"]]
         latencies = [end - due for due, _, end in result["times"]]
         self.runs.append(
             {
                 "engine": engine,
-                "memory": memory,
                 "round": number,
                 "requests": len(rows),
                 "seconds": result["seconds"],
@@ -219,9 +230,8 @@ class Bench:
                 "ttft_p50": float(np.quantile([t[1] - t[0] for t in result["times"]], 0.5)),
                 "preempted": result["preempted"],
                 "recomputed_tokens": result["recomputed_tokens"],
-                "different": sum(a != b for a, b in zip(answers, wanted, strict=True)),
-                "policy_share": result["policy_seconds"] / result["seconds"],
-                "blocks_leaked": result["num_blocks"] - 1 - result["free_blocks"],
+                "different": different(result, wanted),
+                "blocks_leaked": blocks_leaked(result),
                 "held": result["counters"].get("held", 0),
                 "predictor": result["predictor"],
             }
@@ -244,6 +254,16 @@ class Bench:
             raise SystemExit(run.error)
         self.bar.update()
         return run
+
+
+def different(result: dict, wanted: list[list[int]]) -> int:
+    """Answers that are not the reference's."""
+    answers = [row["outputs"][0]["token_ids"] for row in result["rows"]]
+    return sum(a != b for a, b in zip(answers, wanted, strict=True))
+
+
+def blocks_leaked(result: dict) -> int:
+    return result["num_blocks"] - 1 - result["free_blocks"]  # one is vLLM's null block
 
 
 def lookahead_settings(predictor: str) -> dict[str, Any]:
@@ -293,11 +313,11 @@ def stop_position(answer: Sequence[int], wanted: int) -> int:
     return min(first.values(), key=lambda i: (abs(i + 1 - wanted), i))
 
 
-def summary(runs: list[dict], failures: list[str]) -> dict[str, Any]:
+def summary(runs: list[dict], ample: list[dict], failures: list[str]) -> dict[str, Any]:
     """The figures asked for, medians over rounds of ratios within a round."""
 
-    def ratio(memory: str, top: str, bottom: str, key: str) -> float | None:
-        found = {(r["engine"], r["round"]): r for r in runs if r["memory"] == memory}
+    def ratio(top: str, bottom: str, key: str) -> float | None:
+        found = {(r["engine"], r["round"]): r for r in runs}
         pairs = [
             (found[top, n][key], found[bottom, n][key])
             for engine, n in found
@@ -306,21 +326,22 @@ def summary(runs: list[dict], failures: list[str]) -> dict[str, Any]:
         ratios = [a / b if b else (1.0 if not a else float("inf")) for a, b in pairs]
         return statistics.median(ratios) if ratios else None
 
-    short = [r for r in runs if r["memory"] == "short"]
-    stock = [r for r in short if r["engine"] == "stock"]
-    on = [r for r in short if r["engine"] == "on"]
+    stock = [r for r in runs if r["engine"] == "stock"]
+    on = [r for r in runs if r["engine"] == "on"]
     result = {
         "name": "bench-memory",
-        "recomputed_ratio": ratio("short", "on", "stock", "recomputed_tokens"),
-        "throughput_ratio": ratio("short", "on", "off", "tokens_per_second"),
-        "p99_ratio": ratio("short", "on", "off", "latency_p99"),
-        "throughput_over_stock": ratio("short", "on", "stock", "tokens_per_second"),
-        "different": sum(r["different"] for r in runs),
+        "recomputed_ratio": ratio("on", "stock", "recomputed_tokens"),
+        "throughput_ratio": ratio("on", "off", "tokens_per_second"),
+        "p99_ratio": ratio("on", "off", "latency_p99"),
+        "throughput_over_stock": ratio("on", "stock", "tokens_per_second"),
+        "different": sum(r["different"] for r in (*runs, *ample)),
         "stock_preempted": min((len(r["preempted"]) / r["requests"] for r in stock), default=None),
         "most_preemptions": max((max(r["preempted"], default=0) for r in on), default=None),
-        "ample_throughput_ratio": ratio("ample", "on", "off", "tokens_per_second"),
-        "policy_share": max((r["policy_share"] for r in runs if r["memory"] == "ample"), default=0),
-        "blocks_leaked": max((r["blocks_leaked"] for r in runs), default=0),
+        "ample_throughput_ratio": (
+            statistics.median(r["on"] / r["off"] for r in ample) if ample else None
+        ),
+        "policy_share": max((r["policy_share"] for r in ample), default=None),
+        "blocks_leaked": max((r["blocks_leaked"] for r in (*runs, *ample)), default=0),
     }
     complete = bool(stock) and bool(on) and result["ample_throughput_ratio"] is not None
     result["ok"] = bool(
@@ -339,16 +360,21 @@ def summary(runs: list[dict], failures: list[str]) -> dict[str, Any]:
     return result
 
 
-def table(runs: list[dict]) -> str:
+def table(runs: list[dict], ample: list[dict]) -> str:
     lines = [
         f"{'memory':<7}{'round':>6}  {'engine':<7}{'tokens/s':>9}{'p50 s':>8}{'p99 s':>8}"
         f"{'preempted':>11}{'again':>8}{'held':>6}{'different':>11}"
     ]
     lines += (
-        f"{r['memory']:<7}{r['round'] + 1:>6}  {r['engine']:<7}{r['tokens_per_second']:>9.1f}"
+        f"{'short':<7}{r['round'] + 1:>6}  {r['engine']:<7}{r['tokens_per_second']:>9.1f}"
         f"{r['latency_p50']:>8.1f}{r['latency_p99']:>8.1f}{len(r['preempted']):>11}"
         f"{r['recomputed_tokens']:>8}{r['held']:>6}{r['different']:>11}"
         for r in runs
+    )
+    lines += (
+        f"{'ample':<7}{r['round'] + 1:>6}  {way:<7}{r[way]:>9.1f}{r['different']:>52}"
+        for r in ample
+        for way in ("off", "on")
     )
     return "\n".join(lines)
 
@@ -362,7 +388,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, default=128, help="KV blocks of 32 tokens")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
-        "--ample-rounds", type=int, default=2, help=f"engines, of {AMPLE_PAIRS} pairs each"
+        "--ample-rounds", type=int, default=2, help=f"engines, of {AMPLE_RUNS} runs each"
     )
     parser.add_argument("--ample-requests", type=int, default=24)
     parser.add_argument(

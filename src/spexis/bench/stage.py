@@ -250,6 +250,7 @@ class Stage:
         output.total_num_scheduled_tokens = sum(num_tokens)
         if num_tokens:
             output.spexis_num_verdicts = 0  # verdicts are due by steps alone
+            output.spexis_pipeline_full = True
             output.spexis_run = num_rows_to_run
         self.worker.execute_model(output)
         if num_tokens:

@@ -111,15 +111,17 @@ class DraftChooser(Chooser):
         seconds: float,
         tokens: int,
         prefill_tokens: int = 0,
+        full: bool = True,
     ) -> np.ndarray:
         """[R] bool: rows that run.
 
-        seconds: since the step before began; tokens: verdicts with a token since then.
+        seconds: since the step before began; tokens: verdicts with a token since then; full: as of
+        learn().
         """
-        self.note("choose", slots, positions, kv_tokens, seconds, tokens, prefill_tokens)
+        self.note("choose", slots, positions, kv_tokens, seconds, tokens, prefill_tokens, full)
         confidences = self._calibrate()
         if self._last is not None:
-            self.learn(seconds, tokens, *self._last, confidences)
+            self.learn(seconds, tokens, *self._last, confidences, full)
         run = self.select(self.joint(slots, positions), kv_tokens, prefill_tokens)
         self._last = (int(run.sum()), len(run), float(kv_tokens[run].sum()), prefill_tokens)
         return self.decided(run)

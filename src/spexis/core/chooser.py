@@ -66,12 +66,17 @@ class Chooser:
         kv_tokens: float,
         prefill_tokens: int,
         confidences: np.ndarray | None,  # [D] calibrated, of drafts judged lately
+        full: bool = True,
     ) -> None:
-        """A step took so long: rows of so many requests ran over kv_tokens, and tokens came."""
+        """A step took so long: rows of so many requests ran over kv_tokens, and tokens came.
+
+        full: each stage had a step to run. Otherwise, as with one request that does not speculate,
+        most of the time nothing ran, and the step's cost is not known.
+        """
         if seconds <= 0:
             return
         predicted = self.cost.step_seconds(rows, prefill_tokens, kv_tokens)
-        if not prefill_tokens:
+        if full and not prefill_tokens:
             self._ratios.append(seconds / predicted)
         if len(self._ratios) == USUAL:
             usual = float(np.median(self._ratios))
@@ -82,7 +87,7 @@ class Chooser:
                 predicted = self.cost.step_seconds(rows, prefill_tokens, kv_tokens)
         if seconds >= PAUSE * predicted:
             return
-        for stage in self.cost.stages:
+        for stage in self.cost.stages if full else ():
             # The step's time is one number: each stage is off by as much as the whole is.
             part = stage.seconds(rows, prefill_tokens, kv_tokens) / predicted
             stage.observe(rows, prefill_tokens, kv_tokens, seconds * part)
@@ -130,11 +135,12 @@ class SchedulerChooser(Chooser):
         requests: int,
         kv_tokens: float,
         prefill_tokens: int,
+        full: bool = True,
     ) -> None:
-        """The step of the newest outcomes; seconds: since those before it."""
-        self.note("observe", seconds, tokens, rows, requests, kv_tokens, prefill_tokens)
+        """The step of the newest outcomes; seconds: since those before it; full: as of learn()."""
+        self.note("observe", seconds, tokens, rows, requests, kv_tokens, prefill_tokens, full)
         confidences, self._confidences = np.array(self._confidences), []
-        self.learn(seconds, tokens, rows, requests, kv_tokens, prefill_tokens, confidences)
+        self.learn(seconds, tokens, rows, requests, kv_tokens, prefill_tokens, confidences, full)
 
 
 def _again(value: Any) -> Any:

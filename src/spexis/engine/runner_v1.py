@@ -196,15 +196,16 @@ class SpexisV1Mixin:
         else:
             start, token = (intermediate_tensors[k] for k in SENT_KEYS)
         if self.stage_selects:
-            self._leave_out(rows, start, intermediate_tensors)
+            full = scheduler_output.spexis_pipeline_full
+            self._leave_out(rows, start, full, intermediate_tensors)
             self._prepare_host_inputs(rows)
         with self.timeline.busy(self.num_steps, rows):
             return self._run_stage(scheduler_output, rows, start, token, intermediate_tensors)
 
-    def _leave_out(self, rows: StepRows, start, intermediate_tensors) -> None:
+    def _leave_out(self, rows: StepRows, start, full: bool, intermediate_tensors) -> None:
         """The rows that the first stage holds back, there and as it tells the others."""
         if self.pp.is_first_rank:
-            held = self.selector.choose(rows, start)
+            held = self.selector.choose(rows, start, full)
         else:
             held = intermediate_tensors.tensors.get(HELD_KEY)
             held = None if held is None else held.numpy()

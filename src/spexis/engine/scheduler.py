@@ -126,11 +126,14 @@ class SpexisScheduler(AsyncScheduler):
         scheduler_output.spexis_call = self.current_step
         # Workers may apply verdicts up to here without waiting (runner_v1.py).
         scheduler_output.spexis_num_verdicts = self.num_verdicts
+        num_in_flight = self.num_steps - self.num_verdicts
+        # Else stages idle, and the time between steps is not what a step takes.
+        scheduler_output.spexis_pipeline_full = num_in_flight >= self.num_stages
         self.counters.observe_step(
             num_rows=len(scheduler_output.num_scheduled_tokens),
             num_decode_rows=len(rows),
             num_speculative_rows=sum(rows.values()),
-            num_in_flight=self.num_steps - self.num_verdicts,
+            num_in_flight=num_in_flight,
         )
         self.counters.plain_steps += self.mode is Mode.PP
 
@@ -186,7 +189,8 @@ class SpexisScheduler(AsyncScheduler):
         if self.chooser is not None:
             rows, run = scheduler_output.spexis_rows, scheduler_output.spexis_run
             run = len(rows) if run is None else run
-            self.chooser.observe(seconds, tokens, rows, running, prefill_tokens, run)
+            full = scheduler_output.spexis_pipeline_full
+            self.chooser.observe(seconds, tokens, rows, running, prefill_tokens, run, full)
         if self.lookahead is not None:
             self.lookahead.pace.observe(seconds, tokens, running, prefill_tokens)
         if self.live_mode is not None:

@@ -2,7 +2,7 @@
 """The first stage chooses which drafts run (mode "sp-alpha", selection "stage"); V1 runner.
 
     selector = DraftSelector.build(runner)           # None in other modes
-    held = selector.choose(rows, start)              # [R] bool on the host; None: all rows run
+    held = selector.choose(rows, start, full)        # [R] bool on the host; None: all rows run
     selector.drafted(rows, positions, confidence)
     selector.verdicts(plan, tokens, alive, wrong)
 
@@ -70,8 +70,9 @@ class DraftSelector:
     def bind(self, slot: int) -> None:
         self.chooser.bind(slot)
 
-    def choose(self, rows, start: torch.Tensor) -> np.ndarray | None:
-        """[R] bool: rows held back. start: [R] position of each row's first token."""
+    def choose(self, rows, start: torch.Tensor, full: bool) -> np.ndarray | None:
+        """[R] bool: rows held back. start: [R] position of each row's first token; full: every
+        stage has a step to run (Chooser.learn)."""
         now, last = time.monotonic(), self._last_begin
         decode = np.flatnonzero(~rows.is_prefill.numpy())
         if not len(decode):
@@ -86,6 +87,7 @@ class DraftSelector:
             now - last if last is not None else 0.0,
             self._tokens,
             int(rows.num_scheduled_np.sum()) - len(decode),
+            full,
         )
         self._tokens = 0
         held = np.zeros(len(rows.req_ids), bool)

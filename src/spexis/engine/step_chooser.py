@@ -59,13 +59,14 @@ class SchedulerSelection:
         requests: int,
         prefill: int,
         num_run: int,
+        full: bool,
     ) -> None:
         """A step's outputs came `seconds` after those before; num_run of its rows and `prefill`
-        prompt tokens ran in it."""
+        prompt tokens ran in it. full: every stage had a step to run (Chooser.learn)."""
         found = self.scheduler.requests
         kv_tokens = sum(found[r].num_computed_tokens for r in rows if r in found)
         kv_tokens *= num_run / max(len(rows), 1)
-        self.chooser.observe(seconds, tokens, num_run, requests, float(kv_tokens), prefill)
+        self.chooser.observe(seconds, tokens, num_run, requests, float(kv_tokens), prefill, full)
 
 
 class StepChooser(SchedulerSelection):
