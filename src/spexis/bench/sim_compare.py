@@ -65,7 +65,7 @@ EXIT = {"method": "exit"}
 SHORT = 32  # blocks: about half of what 16 requests want
 SETTINGS = (
     Setting(name="pp", blocks=AMPLE, rate=1.2, seed=1),
-    Setting(name="pp-short", blocks=SHORT, rate=4.0, seed=2),
+    Setting(name="pp-short", blocks=SHORT, rate=4.0, seed=2, rounds=3),
     Setting(name="sp", blocks=AMPLE, rate=1.5, drafter=EXIT, seed=3),
     Setting(
         name="sp-oracle",
@@ -74,7 +74,7 @@ SETTINGS = (
         drafter={"method": "oracle", "acceptance": 0.5},
         seed=4,
     ),
-    Setting(name="sp-short", blocks=SHORT, rate=4.0, drafter=EXIT, seed=5, rounds=2),
+    Setting(name="sp-short", blocks=SHORT, rate=4.0, drafter=EXIT, seed=5, rounds=4),
     Setting(
         name="sp-short-lookahead", blocks=SHORT, rate=4.0, drafter=EXIT, lookahead=True, seed=6
     ),
