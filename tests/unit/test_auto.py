@@ -252,6 +252,32 @@ def test_dry_run_prints_the_command(model, capsys):
     assert "off, vLLM by itself" in printed.err
 
 
+def test_stock_workers_on_a_cpu_are_told_their_cores(monkeypatch):
+    """Else vLLM refuses two of them on one NUMA node; a user's own word stands."""
+    monkeypatch.setattr(serve.platform, "is_cpu", lambda: True)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    options = SimpleNamespace(model="m")
+    worker = ["--worker-cls", "spexis.engine.worker_cpu.StockCPUWorker"]
+    for flags, stages in (
+        (["--pipeline-parallel-size", "2"], 2),
+        (["--tensor-parallel-size", "2", "--pipeline-parallel-size", "1"], 1),
+    ):
+        command, environment = serve.build(options, flags, None)
+        assert environment["VLLM_CPU_OMP_THREADS_BIND"] == serve.stock_cpu_binding(2)
+        assert (
+            (command[command.index("--worker-cls") :][:2] == worker)
+            if stages > 1
+            else ("--worker-cls" not in command)
+        )
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    own = ["--pipeline-parallel-size", "2", "--worker-cls", "mine"]
+    command, environment = serve.build(options, own, None)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment and command.count("--worker-cls") == 1
+    one = ["--pipeline-parallel-size", "1", "--tensor-parallel-size", "1"]
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in serve.build(options, one, None)[1]
+
+
 # -- the load -------------------------------------------------------------------------------------
 
 

@@ -23,10 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spexis.bench.machine import stock_cpu_binding
 from spexis.cli import auto, platform
 from spexis.cli.flags import (
     ADDITIONAL,
     PP_FLAGS,
+    TP_FLAGS,
     Given,
     dashes,
     json_object,
@@ -141,11 +143,33 @@ def build(
         # Else each worker asks for 92 % of the machine's memory, and two of them never start.
         environment["VLLM_CPU_KVCACHE_SPACE"] = CPU_KV_GIB
     if block is None:
+        if platform.is_cpu():
+            command, environment = _stock_on_cpu(command, environment, given)
         return [*command, *flags], environment
     command += [ADDITIONAL, json.dumps({**given.additional(), CONFIG_KEY: block})]
     command += without(flags, ADDITIONAL)
     if not platform.plugin_allowed():
         environment["VLLM_PLUGINS"] = os.environ["VLLM_PLUGINS"] + ",spexis"
+    return command, environment
+
+
+def _stock_on_cpu(
+    command: list[str], environment: dict[str, str], given: Given
+) -> tuple[list[str], dict[str, str]]:
+    """What several stock workers need on a CPU; with Spexis its plugin sees to it.
+
+    vLLM refuses two workers on one NUMA node unless it is told their cores, and in eager mode its
+    later stages start with this worker only (worker_cpu.py).
+    """
+    stages, tensor = (
+        int(next(filter(None, (value_of(given.flags, name) for name in names)), 1))
+        for names in (PP_FLAGS, TP_FLAGS)
+    )
+    if stages * tensor > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        binding = stock_cpu_binding(stages * tensor)
+        environment = {**environment, "VLLM_CPU_OMP_THREADS_BIND": binding}
+    if stages > 1 and not given.has("--worker-cls"):
+        command = [*command, "--worker-cls", "spexis.engine.worker_cpu.StockCPUWorker"]
     return command, environment
 
 
