@@ -84,7 +84,7 @@ def llm_arguments(spec: DecodeSpec) -> dict[str, Any]:
     if spec.device == "cpu":
         arguments |= {"enforce_eager": True, "dtype": "float32"}
         if spec.drafter is None and spec.stages > 1:
-            arguments["worker_cls"] = "spexis.engine.worker_cpu.StockCPUWorker"
+            arguments["worker_cls"] = machine.STOCK_CPU_WORKER
     return {**arguments, **spec.options}
 
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spexis.bench.machine import stock_cpu_binding
+from spexis.bench.machine import STOCK_CPU_WORKER, stock_cpu_binding
 
 Event = dict[str, Any]
 
@@ -193,6 +193,11 @@ def _tail(log, num_lines: int = 25) -> str:
     return "".join(log.readlines()[-num_lines:])
 
 
+def first_answers(result: dict) -> list[list[int]]:
+    """Tokens of each request's first answer, of one piece of work's result."""
+    return [row["outputs"][0]["token_ids"] for row in result["rows"]]
+
+
 def write_oracle_file(path: Path, *results: dict[str, dict]) -> str:
     """What the oracle drafter reads: the answers of stock runs, by prompt.
 
@@ -309,7 +314,7 @@ def build_llm(spec: EngineSpec):
     if spec.drafter is not None:
         options["additional_config"] = {"spexis": {"drafter": spec.drafter, **spec.settings}}
     elif spec.stages > 1:
-        options["worker_cls"] = "spexis.engine.worker_cpu.StockCPUWorker"
+        options["worker_cls"] = STOCK_CPU_WORKER
     return LLM(spec.model, **{**options, **spec.options})
 
 

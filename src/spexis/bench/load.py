@@ -200,7 +200,7 @@ class Load:
         if self.device == "cpu":
             found += ["--dtype", "float32", "--enforce-eager"]
             if block is None and stages > 1:
-                found += ["--worker-cls", "spexis.engine.worker_cpu.StockCPUWorker"]
+                found += ["--worker-cls", machine.STOCK_CPU_WORKER]
         if args.no_p2p:  # vLLM's own kernels would reach over all the same
             found += ["--disable-custom-all-reduce"]
         if block is not None:

@@ -78,6 +78,10 @@ def command() -> str:
     return shlex.join([*program, *sys.argv[1:]])
 
 
+STOCK_CPU_WORKER = "spexis.engine.worker_cpu.StockCPUWorker"
+"""`--worker-cls` of stock vLLM's pipeline stages on a CPU, which do not start without."""
+
+
 def stock_cpu_binding(workers: int) -> str:
     """VLLM_CPU_OMP_THREADS_BIND for stock vLLM: the cores that the plugin gives Spexis' workers.
 

@@ -44,7 +44,14 @@ import numpy as np
 from tqdm import tqdm
 
 from spexis.bench import machine
-from spexis.bench.engines import EngineRun, EngineSpec, Work, kill_on_signals, run_engine
+from spexis.bench.engines import (
+    EngineRun,
+    EngineSpec,
+    Work,
+    first_answers,
+    kill_on_signals,
+    run_engine,
+)
 from spexis.bench.oracle_lengths import ANSWER_TOKENS
 from spexis.bench.prompts import BUILT_IN, chat_token_ids
 from spexis.lengths import shipped
@@ -166,7 +173,7 @@ class Bench:
             spec = EngineSpec(model=self.model, options=options(AMPLE_BLOCKS))
             results = self.run(spec, work, "reference").results
             for key, rows in new.items():
-                answers = [row["outputs"][0]["token_ids"] for row in results[str(key)]["rows"]]
+                answers = first_answers(results[str(key)])
                 self.known[key] = rows, list(map(self._ended, rows, answers))
         return [self.known[key] for key in sets]
 
@@ -216,7 +223,7 @@ class Bench:
 
     def keep(self, engine, number, rows, wanted, result) -> None:
         """Of one engine's answers, where memory is short."""
-        answers = [row["outputs"][0]["token_ids"] for row in result["rows"]]
+        answers = first_answers(result)
         latencies = [end - due for due, _, end in result["times"]]
         self.runs.append(
             {
@@ -258,8 +265,7 @@ class Bench:
 
 def different(result: dict, wanted: list[list[int]]) -> int:
     """Answers that are not the reference's."""
-    answers = [row["outputs"][0]["token_ids"] for row in result["rows"]]
-    return sum(a != b for a, b in zip(answers, wanted, strict=True))
+    return sum(a != b for a, b in zip(first_answers(result), wanted, strict=True))
 
 
 def blocks_leaked(result: dict) -> int:

@@ -33,7 +33,13 @@ import numpy as np
 
 from spexis.bench import profile as profile_command
 from spexis.bench import sim_fit
-from spexis.bench.engines import EngineSpec, Work, run_engine, write_oracle_file
+from spexis.bench.engines import (
+    EngineSpec,
+    Work,
+    first_answers,
+    run_engine,
+    write_oracle_file,
+)
 from spexis.bench.memory import SLACK, draw_lengths, stop_position
 from spexis.bench.prompts import BUILT_IN, chat_token_ids
 from spexis.bench.sim_compare import (
@@ -242,7 +248,7 @@ class EngineCheck:
                     "figures": figures(rows, result),
                 }
                 found[kind]["rounds"].append(one)
-            ended += [len(answer) for answer in _answers(result)]
+            ended += [len(answer) for answer in first_answers(result)]
         return found
 
     def start(self, spec: EngineSpec, work: list[Work]) -> dict[str, dict]:
@@ -292,7 +298,7 @@ def given(rows: Sequence[dict], result: dict) -> dict[str, Any]:
     return {
         "arrival": [row["arrive_seconds"] for row in rows],
         "prompt": [len(row["prompt_token_ids"]) for row in rows],
-        "answer": [len(answer) for answer in _answers(result)],
+        "answer": [len(answer) for answer in first_answers(result)],
         "blocks": result["num_blocks"] - 1,  # one is vLLM's null block
         # None: nothing is drafted (stock vLLM).
         "acceptance": counters["accepted"] / max(counters["drafts"], 1) if counters else None,
@@ -301,7 +307,7 @@ def given(rows: Sequence[dict], result: dict) -> dict[str, Any]:
 
 def figures(rows: Sequence[dict], result: dict) -> dict[str, float]:
     """What the engine did with these rows."""
-    answers = _answers(result)
+    answers = first_answers(result)
     return {
         "seconds": result["seconds"],
         "tokens": sum(map(len, answers)),
@@ -312,10 +318,6 @@ def figures(rows: Sequence[dict], result: dict) -> dict[str, float]:
         "accepted": result["counters"].get("accepted", 0),
         "different": sum(a != row["answer"] for a, row in zip(answers, rows, strict=True)),
     }
-
-
-def _answers(result: dict) -> list[list[int]]:
-    return [row["outputs"][0]["token_ids"] for row in result["rows"]]
 
 
 def options(blocks: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spexis.bench.machine import stock_cpu_binding
+from spexis.bench.machine import STOCK_CPU_WORKER, stock_cpu_binding
 from spexis.cli import auto, platform
 from spexis.cli.flags import (
     ADDITIONAL,
@@ -169,7 +169,7 @@ def _stock_on_cpu(
         binding = stock_cpu_binding(stages * tensor)
         environment = {**environment, "VLLM_CPU_OMP_THREADS_BIND": binding}
     if stages > 1 and not given.has("--worker-cls"):
-        command = [*command, "--worker-cls", "spexis.engine.worker_cpu.StockCPUWorker"]
+        command = [*command, "--worker-cls", STOCK_CPU_WORKER]
     return command, environment
 
 

@@ -114,7 +114,7 @@ def serve(
     """{name: (answers, engine counters)} of a CPU engine at PP=2; drafter None is stock vLLM."""
     from tqdm import tqdm
 
-    from spexis.bench.engines import EngineSpec, Work, run_engine
+    from spexis.bench.engines import EngineSpec, Work, first_answers, run_engine
 
     options = {"max_model_len": max_len, "max_num_batched_tokens": max_len}
     spec = EngineSpec(model=model, stages=2, drafter=drafter, options=options)
@@ -132,10 +132,7 @@ def serve(
         )
     if run.error:
         raise ValueError(f"the engine failed: {' '.join(run.error.split())[-400:]}")
-    return {
-        name: ([row["outputs"][0]["token_ids"] for row in run[name]["rows"]], run[name]["counters"])
-        for name in work
-    }
+    return {name: (first_answers(run[name]), run[name]["counters"]) for name in work}
 
 
 def by_task(accepted: np.ndarray, drafted: np.ndarray, names: list[str]) -> dict[str, float]:
