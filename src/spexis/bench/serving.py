@@ -187,7 +187,7 @@ class Server(Launched):
             time.sleep(0.3)
         raise TimeoutError(f"the server was not ready in {timeout:.0f} s\n{self.tail()}")
 
-    def get(self, path: str, timeout: float = 10.0) -> str:
+    def get(self, path: str, timeout: float = 60.0) -> str:
         with urllib.request.urlopen(self.url + path, timeout=timeout) as reply:
             return reply.read().decode()
 
