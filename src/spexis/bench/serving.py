@@ -187,14 +187,15 @@ class Server(Launched):
             time.sleep(0.3)
         raise TimeoutError(f"the server was not ready in {timeout:.0f} s\n{self.tail()}")
 
-    def get(self, path: str, timeout: float = 60.0) -> str:
+    def get(self, path: str, timeout: float = 10.0) -> str:
         with urllib.request.urlopen(self.url + path, timeout=timeout) as reply:
             return reply.read().decode()
 
     def metrics(self) -> dict[str, float]:
         """Sums over label sets by name, vLLM's and Spexis' series; one label as name{value}."""
         sums: dict[str, float] = defaultdict(float)
-        for name, by_labels in parse(self.get("/metrics"), time=0.0).series.items():
+        page = self.get("/metrics", timeout=60.0)  # seconds late where cores are few
+        for name, by_labels in parse(page, time=0.0).series.items():
             for labels, value in by_labels.items():
                 sums[name] += value
                 for label, text in labels:
